@@ -15,14 +15,14 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from hpc_elastic.agent.fork_server_process import Launch, PendingFork, script_text, start_process
 from hpc_elastic.agent.fork_server_states import ServerEvent, ServerState, next_state, why_given_up
-from hpc_elastic.agent.part import Part
+from hpc_elastic.agent.part import END_SECONDS, ProcessPart
 from hpc_elastic.agent.script_text import late_settings, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.base.clock import Clock
@@ -32,7 +32,6 @@ from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, Fork
 from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.preload import Preload, load_preload, preload_for
 from hpc_elastic.run.spec import EntryKind
-from hpc_elastic.workers import fork_server as program
 from hpc_elastic.workers.linux import oom_kill_count
 from hpc_elastic.workers.spawn import WorkerProcess, pipe_bytes_for
 from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
@@ -50,10 +49,9 @@ FORK_SECONDS = 2.0
 _MODULES_IN_ONE = 1000
 _SCRIPT_SECONDS = 2.0
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 5.0, 60.0
-_END_SECONDS = 1.0
 
 
-class ForkServer(Part):
+class ForkServer(ProcessPart):
     """None of the methods waits but `fork`, for `FORK_SECONDS` at most."""
 
     @classmethod
@@ -96,6 +94,7 @@ class ForkServer(Part):
         write_event: Callable[[AgentEvent], object],
         import_seconds: float = IMPORT_SECONDS,
     ) -> None:
+        super().__init__()
         self._launch = launch
         self.preload = preload
         self._clock = clock
@@ -104,9 +103,6 @@ class ForkServer(Part):
         self._import_seconds = import_seconds
         self.state = ServerState.OFF
         self.why_fresh = ""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._readable = select.epoll()  # the same descriptor while servers come and go
         self._module = ""
         self._since = 0.0
         self._began = 0.0
@@ -120,18 +116,6 @@ class ForkServer(Part):
         self._look_seconds = _FIRST_LOOK_SECONDS
         self._looks_at = clock.monotonic() + _FIRST_LOOK_SECONDS
         self._found: deque[Preload] = deque()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
-    @property
-    def pids(self) -> Collection[int]:
-        return () if self.pid is None else (self.pid,)
-
-    def fileno(self) -> int:
-        """The same until `close`."""
-        return self._readable.fileno()
 
     @property
     def due(self) -> float | None:
@@ -212,17 +196,7 @@ class ForkServer(Part):
         self.handle()
 
     def handle(self) -> None:
-        while self._control is not None:
-            try:
-                raw = self._control.recv(program.MESSAGE_LIMIT)
-            except BlockingIOError:
-                break
-            except OSError:
-                raw = b""
-            if raw:
-                self._heard(json.loads(raw))
-            else:
-                self._replace(ServerEvent.ENDED, self._how_it_ended())
+        self._receive()
         if self._is_spare:
             self._look_elsewhere()
         elif self.due is not None and self._clock.monotonic() >= self.due:
@@ -249,7 +223,7 @@ class ForkServer(Part):
         self._look_seconds = min(_LONGEST_LOOK_SECONDS, self._look_seconds * 1.5)
         self._files.post(read)
 
-    def _heard(self, message: Mapping[str, Any]) -> None:
+    def _heard(self, message: dict[str, Any]) -> None:
         what = message["is"]
         if what == "importing":
             self._module, self._since = str(message["module"]), self._clock.monotonic()
@@ -285,17 +259,18 @@ class ForkServer(Part):
                 logger.warning("%s: %s", self._launch.argv[2], line)
         self._write_event(ForkServerReady(modules=message["modules"], seconds=round(seconds, 3), rss=message["rss"]))
 
-    def _how_it_ended(self) -> str:
+    def _lost(self) -> None:
         code = None
         if self._process is not None:
             try:
-                code = self._process.wait(_END_SECONDS)
+                code = self._process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 pass
         how = "" if code is None else f" with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
         if code == -signal.SIGKILL and (oom_kill_count() or 0) > self._oom_kills:
             how += ", killed by the kernel for the memory limit"
-        return f"the fork server ended{how}" + (f" while it imported {self._module}" if self._module else "")
+        while_importing = f" while it imported {self._module}" if self._module else ""
+        self._replace(ServerEvent.ENDED, f"the fork server ended{how}{while_importing}")
 
     def _replace(self, event: ServerEvent, why: str, *, leave_out: tuple[str, str] | None = None) -> None:
         was_importing = self.state is ServerState.IMPORTING
@@ -326,23 +301,13 @@ class ForkServer(Part):
         if self._keeps_learned and path is not None:
             self._files.post(lambda: preload.save(path))
 
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)  # with what its imports have started; workers are in no group
+
     def close(self) -> None:
         self._end()
         self._readable.close()
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # with what its imports have started; workers are in no group
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass  # in the kernel's hands; it dies when they open, or with the agent
-        self._process = None
 
     def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         assert self._control is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.workers import linux
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
 
@@ -57,15 +55,6 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
         node=int(given["--node"]) if "--node" in given else None,
         launcher_pid=int(given["--launcher-pid"]) if "--launcher-pid" in given else None,
     )
-
-
-def end_with(launcher_pid: int) -> bool:
-    """Get a SIGHUP when the launcher dies, by SIGKILL too. Returns whether it is still there.
-
-    Under Slurm the step ends with the job; on this machine nothing else would end a run whose launcher is gone.
-    """
-    linux.set_parent_death_signal(signal.SIGHUP)
-    return os.getppid() == launcher_pid
 
 
 class RunDirectoryRefusedError(HpcElasticError):

@@ -116,7 +116,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._call = FunctionCall(spec.entrypoint, spec.args) if callable(spec.entrypoint) else None
         self._temporary = log_dir is None
         self.log_dir = Path(tempfile.mkdtemp(prefix="hpc-elastic-") if log_dir is None else log_dir).absolute()
-        """Where the workers' logs are."""
         self._tag = Tag(run_uid=secrets.token_hex(16), node_key="library", agent_uid=secrets.token_hex(4))
         self._place = Place(attempt=AttemptPaths(self.log_dir), host=socket.gethostname(), node=0)
         self._files = FileExecutor(name="worker files")

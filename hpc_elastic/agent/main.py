@@ -15,7 +15,7 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
-from hpc_elastic.agent.identity import AgentIdentity, RunDirectoryRefusedError, end_with, parse_options, patiently
+from hpc_elastic.agent.identity import AgentIdentity, RunDirectoryRefusedError, parse_options, patiently
 from hpc_elastic.agent.metrics import open_metrics
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import AgentSite, make_parts
@@ -37,7 +37,7 @@ from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.worker_api.heartbeat_record import QUESTIONS
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
-from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
+from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes, set_parent_death_signal
 from hpc_elastic.workers.spawn import prepare_agent_process
 from hpc_elastic.workers.tree import TAG_VARIABLE
 
@@ -54,8 +54,12 @@ def agent_main(argv: Sequence[str]) -> int:
     inherited = prepare_agent_process()
     pipes = output_pipes()
     options = parse_options(argv)
-    if options.launcher_pid is not None and not end_with(options.launcher_pid):
-        return 128 + signal.SIGHUP
+    if options.launcher_pid is not None:
+        # Under Slurm the step ends with the job; on this machine nothing else would end a run whose launcher is gone,
+        # by SIGKILL too.
+        set_parent_death_signal(signal.SIGHUP)
+        if os.getppid() != options.launcher_pid:
+            return 128 + signal.SIGHUP
     clock = RunClock()
     try:
         me = AgentIdentity.read(options, inherited, clock)

@@ -50,8 +50,6 @@ from hpc_elastic.workers.stop import Stopped
 from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
 
 if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
-
     from hpc_elastic.agent.failure_reports import FailureReports
     from hpc_elastic.agent.local_workers import LocalWorkers
 
@@ -126,7 +124,9 @@ class NodeAgent:
         """Take part until the run is closed, or this node is out. Returns the exit code, which is for a person."""
         self.begin()
         while self.phase is not Phase.ENDED:
-            wait_readable(self._readers(), self._timeout())
+            pidfds = self.workers.watched() if self.workers else ()
+            parts = [part for part in self.parts if part.fileno() >= 0]
+            wait_readable([self.site.coordination, self._signals, *pidfds, *parts], self._timeout())
             self.step()
         return self.leave()
 
@@ -199,10 +199,6 @@ class NodeAgent:
         if self._wants_join and self.phase is Phase.JOINING and not is_held:
             self._wants_join = False
             self.site.coordination.ask(lambda participant: participant.join())
-
-    def _readers(self) -> list[FileDescriptorLike]:
-        parts = [part for part in self.parts if part.fileno() >= 0]
-        return [self.site.coordination, self._signals, *(self.workers.watched() if self.workers else ()), *parts]
 
     def _timeout(self) -> float:
         now = self.site.clock.monotonic()

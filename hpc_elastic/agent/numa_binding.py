@@ -72,7 +72,9 @@ def bind_workers(binding: NumaBinding, machine: Machine, workers: int) -> list[W
         neighbours = [other for other in range(seats) if homes[other][0] == node]
         place, count = neighbours.index(seat), len(neighbours)
         if binding is NumaBinding.SOCKET:
-            cpus = _socket(machine, node)
+            socket = machine.sockets[min(machine.nodes[node])]
+            nodes = (own for own in machine.nodes.values() if machine.sockets[min(own)] == socket)
+            cpus = frozenset().union(*nodes)
         elif binding is NumaBinding.EXCLUSIVE:
             cpus = _share(machine, node, place, count)
         elif binding is NumaBinding.CORE_COMPLEX:
@@ -100,11 +102,6 @@ def _home(seat: int, seats: int, machine: Machine) -> tuple[int, str]:
     distances = machine.distances.get(gpu.node, ())
     near = min(nodes, key=lambda node: (distances[node] if node < len(distances) else 0, node))
     return near, f"NUMA node {near}: {name} is on node {gpu.node}, of which this job has no CPU"
-
-
-def _socket(machine: Machine, node: int) -> frozenset[int]:
-    socket = machine.sockets[min(machine.nodes[node])]
-    return frozenset().union(*(cpus for cpus in machine.nodes.values() if machine.sockets[min(cpus)] == socket))
 
 
 def _share(machine: Machine, node: int, place: int, count: int) -> frozenset[int]:

@@ -6,10 +6,14 @@ at the agent's start, so that a mount that hangs later keeps nothing from workin
 
 from __future__ import annotations
 
+import json
+import select
+import socket
+import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
     from hpc_elastic.run.events import EventLog
     from hpc_elastic.store.notifier import Notifier
     from hpc_elastic.workers.spawn import WorkerProcess
+
+MESSAGE_LIMIT = 200_000
+"""Bytes; as in `workers.fork_server`."""
+END_SECONDS = 1.0
 
 
 class Condemned(Struct, frozen=True, kw_only=True):
@@ -151,6 +159,63 @@ class Part:
 
     def close(self) -> None:
         """The agent ends. May wait for what it ends, in bounded time."""
+
+
+class ProcessPart(Part):
+    """A part with one process at a time, which answers over a socket with messages in JSON."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        # A descriptor that stays the same while processes come and go, for the agent's own selector: a new control
+        # socket may get the number of the last one, which a selector would take for the one that it knows.
+        self._readable = select.epoll()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def pids(self) -> Collection[int]:
+        return () if self.pid is None else (self.pid,)
+
+    def fileno(self) -> int:
+        return self._readable.fileno()
+
+    def _receive(self) -> None:
+        while self._control is not None:
+            try:
+                raw = self._control.recv(MESSAGE_LIMIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                raw = b""
+            if raw:
+                self._heard(json.loads(raw))
+            else:
+                self._lost()
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _lost(self) -> None:
+        raise NotImplementedError
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()  # it holds nothing that would want to be saved
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is None:
+            return
+        self._kill(self._process)
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass  # in the kernel's hands; it dies when they open, or with the agent
+        self._process = None
 
 
 PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (

@@ -20,14 +20,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.agent.address_filter import Guard
-from hpc_elastic.agent.part import Condemned, Part
+from hpc_elastic.agent.part import MESSAGE_LIMIT, Condemned, ProcessPart
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MESSAGE_LIMIT = 65536
 _BACKLOG = 65535  # the kernel caps it at net.core.somaxconn
 _RELEASE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
@@ -75,7 +73,7 @@ class StoreState(str, Enum):
     FAILED = "failed"  # why: `StoreServer.failure`; connections are refused
 
 
-class StoreServer(Part):
+class StoreServer(ProcessPart):
     """The store of one agent. One port and one process at a time.
 
     `python` has torch; `close` writes what the processes printed to `log_path`, by the thread of `files`.
@@ -84,6 +82,7 @@ class StoreServer(Part):
     def __init__(
         self, python: str, *, log_path: Path, environ: Mapping[str, str], files: FileExecutor | None = None
     ) -> None:
+        super().__init__()
         self._python = python
         self._log_path = log_path
         # The log is in memory, and another thread forks: on a mount that hangs the new process can't even close the
@@ -101,11 +100,6 @@ class StoreServer(Part):
         self._target: tuple[str, int] = ("", 0)
         self._serial = 0
         self.state = StoreState.IDLE
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        # A descriptor that stays the same while processes come and go, for the agent's own selector: a new control
-        # socket may get the number of the last one, which a selector would take for the one that it knows.
-        self._readable = select.epoll()
         self._full_import = False
         self._was_ready = False
         self.failure = ""
@@ -113,18 +107,6 @@ class StoreServer(Part):
 
     def on_setup(self, change: EnvironmentChange) -> None:
         self._python, self._environ = change.command([self._python])[0], change.apply(self._environ)
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
-    @property
-    def pids(self) -> Collection[int]:
-        return () if self.pid is None else (self.pid,)
-
-    def fileno(self) -> int:
-        """The same until `close`."""
-        return self._readable.fileno()
 
     def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
         """Bind the port of a new round and listen on it; the former round's is released first.
@@ -183,30 +165,17 @@ class StoreServer(Part):
 
     def handle(self) -> StoreState:
         if self.guard is not None:
-            self._log_refused(self.guard)
-        while self._control is not None:
-            try:
-                raw = self._control.recv(_MESSAGE_LIMIT)
-            except BlockingIOError:
-                break
-            except OSError:
-                raw = b""
-            if not raw:
-                self._lost()
-            else:
-                self._heard(json.loads(raw))
+            for stranger in self.guard.refuse():
+                logger.warning(
+                    "the workers' TCPStore refused %s: not an address of a node of this round; "
+                    "if it is, give --rdzv-conf member_filter=off",
+                    stranger,
+                )
+            if self.guard.has_refused_enough:
+                with contextlib.suppress(OSError):  # it is not watched any more
+                    self._readable.unregister(self.guard)
+        self._receive()
         return self.state
-
-    def _log_refused(self, guard: Guard) -> None:
-        for address in guard.refuse():
-            logger.warning(
-                "the workers' TCPStore refused %s: not an address of a node of this round; "
-                "if it is, give --rdzv-conf member_filter=off",
-                address,
-            )
-        if guard.has_refused_enough:
-            with contextlib.suppress(OSError):  # it is not watched any more
-                self._readable.unregister(guard)
 
     def release(self) -> None:
         """Drop this round's store and free its port. Returns within about a second, whatever the process does.
@@ -327,7 +296,7 @@ class StoreServer(Part):
             self._control.send(json.dumps({"do": "drop", "serial": self._serial}).encode())
             while (left := deadline - time.monotonic()) > 0:
                 self._control.settimeout(left)
-                raw = self._control.recv(_MESSAGE_LIMIT)
+                raw = self._control.recv(MESSAGE_LIMIT)
                 if not raw:
                     return False
                 message = json.loads(raw)
@@ -352,19 +321,6 @@ class StoreServer(Part):
         if self.guard is not None:
             self.guard.close()
             self.guard = None
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is None:
-            return
-        self._process.kill()  # it holds nothing that would want to be saved
-        try:
-            self._process.wait(_RELEASE_SECONDS)
-        except TimeoutExpired:
-            pass  # in the kernel's hands; it dies when they open, or with the agent
-        self._process = None
 
 
 def listen_for(address: str) -> tuple[socket.socket, str]:
