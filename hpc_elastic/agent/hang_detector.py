@@ -58,8 +58,6 @@ PAUSED_SECONDS = 5.0
 WORK_MEMORY_USE = 5
 """Percent of the time in which a GPU's memory was used: more is work. A kernel that waits for another rank shows the
 GPU busy, at 0 or 1 % of its memory's time."""
-
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 _THREADS = 64
 
@@ -144,9 +142,8 @@ class HangDetector(Part):
     def on_start(self, workers: LocalWorkers) -> None:
         self._forget()
         self._round, now = workers.round, self._clock.monotonic()
-        counts = dict.fromkeys(
-            range(workers.layout.local_world_size), Counts()
-        )  # the kernel counts from a process' start on
+        # The kernel counts from a process' start on.
+        counts = dict.fromkeys(range(workers.layout.local_world_size), Counts())
         self._stall = Stall(at=now, counts=counts, longest=self._stall.longest)
         if self._folder is not None:
             self._next = now + min(self._every, FIRST_LOOK_SECONDS)
@@ -344,8 +341,6 @@ class HangDetector(Part):
             may_be_rest=found.may_be_rest,
         )
         _save(self._folder / "now.json", value)
-
-    # --------------------------------------------------------------------------------------------------------------
 
     def _hosts(self, members: Sequence[Member]) -> dict[int, str]:
         return dict(enumerate(self._names[member.node] for member in members for _ in range(member.local_world_size)))

@@ -1,10 +1,8 @@
 """Ending a round that hangs: first the stacks of all workers, then the workers; and what is left of them as evidence.
 
 Each worker is stopped where it is: a collective whose peer on another node is gone would raise, and its stack be lost.
-When the other nodes have had time to do the same, each worker's main process gets a SIGABRT, on which faulthandler
-prints the Python stacks of all its threads to stderr and ends it (0.1 s). The main thread gets it: a process that was
-stopped goes on in all its threads at once, and the main thread would leave the place where it stood. Nothing here
-waits.
+When the other nodes have done the same, its main process gets a SIGABRT, on which faulthandler prints the Python stacks
+to stderr and ends it (0.1 s): the main thread, which would leave its place while another one printed.
 """
 
 from __future__ import annotations

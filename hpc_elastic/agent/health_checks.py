@@ -405,7 +405,5 @@ class _Session:
 
     def _finish(self, verdict: HealthVerdict) -> None:
         if verdict.reason:
-            self._cancelled.set()
-            for child in self._children:
-                child.kill()
+            self.cancel()
         self._post(verdict)

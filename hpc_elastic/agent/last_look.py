@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.hang_stop import StacksThenStop
@@ -33,51 +34,47 @@ _POLLS = ("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait")
 _LOOK_SECONDS = 0.02
 
 
-class DelayedStop:
+class DelayedStop(Struct, kw_only=True):
     """Has the shape of the `Stopper` that it goes before."""
 
-    def __init__(
-        self,
-        *,
-        is_over: Callable[[], bool],
-        then: Callable[[float], Stopper],
-        grace: float,
-        clock: Clock,
-        seconds: float = DELAY_SECONDS,
-    ) -> None:
-        """`is_over` is asked all the time; `then` makes what ends the workers, and is called with the grace."""
-        self._seconds, self._is_over, self._then, self._grace = seconds, is_over, then, grace
-        self._clock, self._deadline = clock, 0.0
-        self._next: Stopper | None = None
+    is_over: Callable[[], bool]
+    """Asked all the time."""
+    then: Callable[[float], Stopper]
+    """Makes what ends the workers, from the grace."""
+    grace: float
+    clock: Clock
+    seconds: float = DELAY_SECONDS
+    deadline: float = 0.0
+    stopper: Stopper | None = None
 
     @property
     def sent_kill(self) -> bool:
-        return self._next is not None and self._next.sent_kill
+        return self.stopper is not None and self.stopper.sent_kill
 
     def begin(self) -> None:
-        self._deadline = self._clock.monotonic() + self._seconds
+        self.deadline = self.clock.monotonic() + self.seconds
 
     def end_delay(self) -> None:
-        self._deadline = self._clock.monotonic()
+        self.deadline = self.clock.monotonic()
 
     def kill_now(self) -> None:
-        self._next = self._next or self._then(0.0)
-        self._next.kill_now()
+        self.stopper = self.stopper or self.then(0.0)
+        self.stopper.kill_now()
 
     def shorten(self, grace: float) -> None:
-        if self._next is not None:
-            self._next.shorten(grace)
-        elif grace < self._grace:
-            self._grace = grace
+        if self.stopper is not None:
+            self.stopper.shorten(grace)
+        elif grace < self.grace:
+            self.grace = grace
             self.end_delay()  # less time than was known
 
     def step(self) -> Stopped | float:
-        if self._next is None:
-            if not self._is_over() and self._clock.monotonic() < self._deadline:
+        if self.stopper is None:
+            if not self.is_over() and self.clock.monotonic() < self.deadline:
                 return _LOOK_SECONDS
-            self._next = self._then(self._grace)
-            self._next.begin()
-        return self._next.step()
+            self.stopper = self.then(self.grace)
+            self.stopper.begin()
+        return self.stopper.step()
 
 
 Stopper = GroupStopper | StacksThenStop | DelayedStop

@@ -117,10 +117,8 @@ class RestartGroupWatch(Part):
         self.handle(workers.round)
         dead = workers.dead
         for each in dead:
-            why = why_not_replaced(
-                each, last=self._last.get(each.pid), used=sum(self._used.values()), limit=self._limit
-            )
-            if why:
+            last, used = self._last.get(each.pid), sum(self._used.values())
+            if why := why_not_replaced(each, last=last, used=used, limit=self._limit):
                 return self._refuse(each, why, workers.round)
         return all(self._replace(each, workers) for each in dead)
 

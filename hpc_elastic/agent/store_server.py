@@ -1,10 +1,8 @@
 """The workers' ``TCPStore``, seen from the agent: it binds the port and has another process serve it.
 
-In a round, on the node of group rank 0, from the agent's main thread: `bind` before the port is published, `serve` when
-the workers are spawned (those that connect early wait in the backlog), `handle` whenever `fileno` is readable, and
-`release`. The process (`hpc_elastic.pytorch.store_host`) lives across rounds; the agent never imports torch. Where
-torch is not to be had (`torch_available`), rank 0 serves the store itself, and `release` comes before the workers
-start.
+In a round, on the node of group rank 0: `bind` before the port is published, `serve` when the workers are spawned
+(those that connect early wait in the backlog), `handle` whenever `fileno` is readable, and `release`. The process
+(`hpc_elastic.pytorch.store_host`) lives across rounds; the agent never imports torch. Without torch rank 0 serves it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Functions' workers of one node end together: one that has returned waits for the node's others.
 
-A process group that the function did not destroy has threads, and where a peer's connection closes while this process
-ends, gloo's abort it (SIGABRT at exit, after the result was written: seen with torch 2.13 on busy CPUs). torch's own
-agent holds its workers until it has read all results, for the same reason.
-
-No agent takes part: the workers share one file with a byte for each, which its process locks while it lives. So a
-worker that was killed, or left by ``os._exit``, is waited for no longer than it lives.
+Where a peer's connection closes while a process ends whose process group was not destroyed, gloo's threads abort it
+(SIGABRT at exit, after the result was written: seen with torch 2.13 on busy CPUs). No agent takes part: the workers
+share one file with a byte for each, which its process locks while it lives.
 """
 
 from __future__ import annotations
