@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -22,22 +22,18 @@ from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS
 from hpc_elastic.agent.hang import Counts, Hang, Stall, judge_run, next_stall
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.agent.health_checks import HealthChecks
-from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.nccl_ras import ADDRESS_VARIABLE, ENABLE_VARIABLE, choose_address
 from hpc_elastic.agent.nccl_watch import NcclWatch, StallFound, open_call
 from hpc_elastic.agent.part import Condemned, Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
-from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
 from hpc_elastic.run.activities import FlightTail
 from hpc_elastic.run.agent_events import HangFound, HangSuspected
-from hpc_elastic.run.event_types import AgentEvent
-from hpc_elastic.run.suspicions import HangSettings, NodeStall, OnHang, Source, StalledRank, Suspicion
+from hpc_elastic.run.suspicions import NodeStall, OnHang, Source, StalledRank, Suspicion
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.sockets import moved_bytes, socket_inodes
 
@@ -73,44 +69,24 @@ class HangDetector(Part):
 
     @classmethod
     def for_agent(cls, site: AgentSite) -> HangDetector:
-        me, settings = site.me, site.me.spec.hangs
         chosen = choose_address(site.environ)
         given = "" if site.environ.get(ENABLE_VARIABLE) == "0" else site.environ.get(ADDRESS_VARIABLE, "")
+        spec = site.me.spec
         return cls(
-            me.paths.suspicions,
-            settings,
-            node=me.node,
-            names=me.attempt.nodes,
-            clock=site.clock,
-            files=site.files,
-            watch=site.watch,
-            nccl=NcclWatch(chosen or given, run_uid=me.spec.uid, least=settings.least, clock=site.clock),
+            site,
+            nccl=NcclWatch(chosen or given, run_uid=spec.uid, least=spec.hangs.least, clock=site.clock),
             gpus=HealthChecks.for_agent(site),
-            write_event=site.events.write,
             environment={ADDRESS_VARIABLE: chosen} if chosen else {},
         )
 
     def __init__(
-        self,
-        folder: Path | None,
-        settings: HangSettings,
-        *,
-        node: int,
-        names: Sequence[str],
-        clock: Clock,
-        files: FileExecutor,
-        watch: HeartbeatWatch,
-        nccl: NcclWatch | None = None,
-        gpus: HealthChecks | None = None,
-        write_event: Callable[[AgentEvent], object] = lambda event: None,
-        environment: Mapping[str, str] | None = None,
+        self, site: AgentSite, *, nccl: NcclWatch, gpus: HealthChecks | None, environment: Mapping[str, str]
     ) -> None:
-        """Without a `folder`, heartbeats alone are watched."""
-        self._watch, self._clock, self._files, self._folder, self._settings = watch, clock, files, folder, settings
-        self._nccl = nccl or NcclWatch("", run_uid="", least=settings.least, clock=clock)
-        self._checks, self._gpus = gpus, GpuFacts(is_there=False)
-        self._write_event, self._environment = write_event, environment or {}
-        self._node, self._names = node, names
+        settings = self._settings = site.me.spec.hangs
+        self._watch, self._clock, self._files = site.watch, site.clock, site.files
+        self._folder, self._write_event = site.me.paths.suspicions, site.events.write
+        self._nccl, self._checks, self._gpus = nccl, gpus, GpuFacts(is_there=False)
+        self._environment, self._node, self._names = environment, site.me.node, site.me.attempt.nodes
         self._every = min(LOOK_SECONDS, settings.least / LOOKS_PER_LIMIT)
         self._stall = Stall(at=0.0, counts={})
         self._step = _Step.LOOK
@@ -145,9 +121,8 @@ class HangDetector(Part):
         # The kernel counts from a process' start on.
         counts = dict.fromkeys(range(workers.layout.local_world_size), Counts())
         self._stall = Stall(at=now, counts=counts, longest=self._stall.longest)
-        if self._folder is not None:
-            self._next = now + min(self._every, FIRST_LOOK_SECONDS)
-            self._nccl.begin()
+        self._next = now + min(self._every, FIRST_LOOK_SECONDS)
+        self._nccl.begin()
 
     def before_stop(self) -> None:
         self._forget()
@@ -280,7 +255,6 @@ class HangDetector(Part):
 
     def _judge_stall(self, workers: LocalWorkers, members: Sequence[Member], now: float) -> None:
         """The node of group rank 0 reads what the others wrote."""
-        assert self._folder is not None
         stall, index, pids = self._stall, self._round, workers.running_pids
         if any((device.memory_use or 0) >= WORK_MEMORY_USE for device in self._gpus.devices):
             self._stall = replace(stall, since={})  # its GPUs work, and it waits for them
@@ -330,7 +304,6 @@ class HangDetector(Part):
         self._files.post(read)
 
     def _note(self, found: Hang) -> None:
-        assert self._folder is not None
         value = Suspicion(
             round=self._round,
             source=found.source,
@@ -354,13 +327,12 @@ class HangDetector(Part):
         self._step, self._found, self._even = _Step.LOOK, None, None
         self._asked, self._flights = set(), {}
         paths = [self._path(self._node)] if self._has_written else []
-        paths += [self._folder / "now.json"] if self._reported is not None and self._folder is not None else []
+        paths += [self._folder / "now.json"] if self._reported is not None else []
         self._reported, self._has_written = None, False
         for path in paths:
             self._files.post(partial(path.unlink, missing_ok=True))
 
     def _path(self, node: int) -> Path:
-        assert self._folder is not None
         return self._folder / f"node-{node:05d}.json"
 
 

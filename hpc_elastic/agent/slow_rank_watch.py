@@ -51,22 +51,19 @@ class _Step(Enum):
 class SlowRankWatch(Part):
     """One agent's. Nothing here waits: files are read and written elsewhere."""
 
+    due: float | None = None
+
     def __init__(self, site: AgentSite) -> None:
         self._folder, self._node, self._names = site.me.paths.slow_ranks, site.me.node, site.me.attempt.nodes
         self._clock, self._files, self._notifier = site.clock, site.files, site.notifier
         self._uid, self._write_event = site.info.uid, site.events.write
         self._step = _Step.ASK
-        self._next: float | None = None
         self._workers: LocalWorkers | None = None
         self._record: RoundRecord | None = None
         self._watched = Watched()
         self._seconds = 0.0
         """What the dearest answer took of its rank's time."""
         self._has_written = False
-
-    @property
-    def due(self) -> float | None:
-        return self._next
 
     def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
         self._record = record
@@ -78,12 +75,12 @@ class SlowRankWatch(Part):
     def before_stop(self) -> None:
         if self._workers is not None:
             self._files.post(partial(self._end, self._workers.round, self._watched))
-        self._workers, self._next = None, None
+        self._workers, self.due = None, None
         self._watched = Watched()
 
     def look(self, agent: NodeAgent) -> None:
         workers, record, now = self._workers, self._record, self._clock.monotonic()
-        if workers is None or record is None or self._next is None or now < self._next:
+        if workers is None or record is None or self.due is None or now < self.due:
             return
         is_judge = workers.layout.group_rank == 0
         if is_judge and self._step is _Step.ASK:
@@ -92,12 +89,12 @@ class SlowRankWatch(Part):
             agent.figures.put("slow_ranks_share", max((one.share for one in slow), default=0.0))
         if self._step is _Step.ASK:
             workers.ask_for_arrivals()
-            self._step, self._next = _Step.WRITE, now + ANSWER_SECONDS
+            self._step, self.due = _Step.WRITE, now + ANSWER_SECONDS
         elif self._step is _Step.WRITE:
             self._files.post(partial(self._write, workers, record))
             self._step = _Step.JUDGE if is_judge else _Step.ASK
             if is_judge:
-                self._next = now + ANSWER_SECONDS
+                self.due = now + ANSWER_SECONDS
             else:
                 self._wait()
         else:
@@ -110,7 +107,7 @@ class SlowRankWatch(Part):
         count = len(self._record.members) if self._record is not None else 1
         least = max(EVERY_SECONDS, count * SECONDS_PER_NODE, self._seconds / MOST_SHARE)
         every = EVERY_SECONDS * -(-least // EVERY_SECONDS)
-        self._next = self._clock.monotonic() + every - self._clock.time_ns() / 1e9 % every
+        self.due = self._clock.monotonic() + every - self._clock.time_ns() / 1e9 % every
 
     # -- in the files' thread ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.suspicions import HangSettings
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.tree import Tag
 from tests.rigs.fake_clock import FakeClock
@@ -29,6 +31,18 @@ def silent_watch(clock: Any = None, lease: Any = None) -> HeartbeatWatch:
         clock=clock or FakeClock(),
         files=FILES,
         lease=lease,
+    )
+
+
+def hang_site(folder: Path, names: Sequence[str], *, clock: Any, files: Any) -> Any:
+    """As much of a site as a `HangDetector` of node 0 needs."""
+    spec, attempt = SimpleNamespace(hangs=HangSettings()), SimpleNamespace(nodes=names)
+    return SimpleNamespace(
+        me=SimpleNamespace(spec=spec, attempt=attempt, node=0, paths=SimpleNamespace(suspicions=folder)),
+        clock=clock,
+        files=files,
+        watch=silent_watch(clock),
+        events=SimpleNamespace(write=lambda event: None),
     )
 
 

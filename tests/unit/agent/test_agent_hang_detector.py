@@ -18,13 +18,14 @@ from hpc_elastic.agent import hang_detector
 from hpc_elastic.agent.hang import Counts, Hang, Stall, judge_run, limit_without_progress, next_stall
 from hpc_elastic.agent.hang_detector import HangDetector, read_counts
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
+from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.base import codec
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.suspicions import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
-from tests.rigs.agent_site import silent_watch
+from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
@@ -250,16 +251,9 @@ class Steps:
             return {rank: Counts(cpu=self.cpu) for rank in pids}
 
         monkeypatch.setattr(hang_detector, "read_counts", count)
-        self.detector = HangDetector(
-            folder,
-            HangSettings(),
-            node=0,
-            names=names,
-            clock=self.clock,
-            files=self.files,
-            watch=silent_watch(self.clock),
-            **settings,
-        )
+        site = hang_site(folder, names, clock=self.clock, files=self.files)
+        nccl = NcclWatch("", run_uid="", least=HangSettings().least, clock=self.clock)
+        self.detector = HangDetector(site, nccl=nccl, **{"gpus": None, "environment": {}, **settings})
         members = [Member(name, node, 1) for node, name in enumerate(names)]
         self.record: Any = SimpleNamespace(round=0, members=members)
         self.detector.on_start(started(0, 1))

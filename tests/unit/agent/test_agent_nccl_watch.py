@@ -21,8 +21,8 @@ from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.activities import Call, FlightTail, TailTrack
-from hpc_elastic.run.suspicions import HangSettings, Source, Suspicion
-from tests.rigs.agent_site import silent_watch
+from hpc_elastic.run.suspicions import Source, Suspicion
+from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_ras import FakeRas
 
@@ -184,16 +184,8 @@ class Scene:
         files = self.files = FileExecutor(name="test")
         address = f"127.0.0.1:{server.address[1]}" if server is not None else ""
         self.nccl = NcclWatch(address, run_uid="run", least=300.0, clock=self.clock)
-        self.watch = HangDetector(
-            folder,
-            HangSettings(),
-            node=0,
-            names=["n0", "n1"],
-            clock=self.clock,
-            files=files,
-            watch=silent_watch(self.clock),
-            nccl=self.nccl,
-        )
+        site = hang_site(folder, ["n0", "n1"], clock=self.clock, files=files)
+        self.watch = HangDetector(site, nccl=self.nccl, gpus=None, environment={})
         self.record: Any = SimpleNamespace(round=0, members=[Member("u", 0, 2), Member("v", 1, 2)])
         self.idle = 0
         self.watch.on_start(started(0, 1))

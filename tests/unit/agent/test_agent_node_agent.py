@@ -21,6 +21,7 @@ from hpc_elastic.agent.checkpoints import PreemptionWatch
 from hpc_elastic.agent.fork_server import ForkServer
 from hpc_elastic.agent.hang import Hang
 from hpc_elastic.agent.hang_detector import HangDetector
+from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, Part, Place
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, StoreState
@@ -374,7 +375,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             return taken
 
         site = make_site(
-            spec=make_spec(**spec),
+            spec=make_spec(**spec, hangs=hangs or HangSettings()),
             attempt=AttemptInfo(
                 number=0, cluster=cluster, nodes=("n0", "n1"), batch_host="n0", started_ns=0, kill_wait=kill_wait
             ),
@@ -386,10 +387,8 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             **({"watch": watch} if watch is not None else {}),
         )
         if hangs is not None:
-            found = HangDetector(
-                None, hangs, node=0, names=("n0", "n1"), clock=site.clock, files=site.files,
-                watch=watch, write_event=site.events.write,
-            )  # fmt: skip
+            nccl = NcclWatch("", run_uid="", least=hangs.least, clock=site.clock)
+            found = HangDetector(site, nccl=nccl, gpus=None, environment={})
             parts = [*parts, found]
         preemption = PreemptionWatch(site)
         agent = NodeAgent(
