@@ -32,18 +32,18 @@ class ServerEvent(str, Enum):
     GIVE_UP = "given up"
 
 
-_WHILE_IT_RUNS = {
-    ServerEvent.IMPORTED: ServerState.READY,
-    ServerEvent.IMPORTS: ServerState.IMPORTING,
-    ServerEvent.STALE: ServerState.OFF,
-    ServerEvent.HANGS: ServerState.OFF,
-    ServerEvent.ENDED: ServerState.OFF,
-    ServerEvent.GIVE_UP: ServerState.FAILED,
-}
+_WHILE_IT_RUNS = (
+    (ServerEvent.IMPORTED, ServerState.READY),
+    (ServerEvent.IMPORTS, ServerState.IMPORTING),
+    (ServerEvent.STALE, ServerState.OFF),
+    (ServerEvent.HANGS, ServerState.OFF),
+    (ServerEvent.ENDED, ServerState.OFF),
+    (ServerEvent.GIVE_UP, ServerState.FAILED),
+)
 TRANSITIONS: Mapping[ServerState, Mapping[ServerEvent, ServerState]] = {
     ServerState.OFF: {ServerEvent.BEGIN: ServerState.IMPORTING, ServerEvent.GIVE_UP: ServerState.FAILED},
-    ServerState.IMPORTING: {**_WHILE_IT_RUNS, ServerEvent.UNFIT: ServerState.OFF},
-    ServerState.READY: _WHILE_IT_RUNS,
+    ServerState.IMPORTING: {**dict(_WHILE_IT_RUNS), ServerEvent.UNFIT: ServerState.OFF},
+    ServerState.READY: dict(_WHILE_IT_RUNS),
     ServerState.FAILED: {},
 }
 """The next server is begun at once from OFF, without the module that was at fault, or it is given up."""
