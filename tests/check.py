@@ -71,11 +71,11 @@ class Tier:
 
 
 TIERS = (
-    Tier(name="unit", folders=("tests/unit",), budget=120, processes=2),
+    Tier(name="unit", folders=("tests/unit",), budget=140, processes=2),
     Tier(
         name="store", folders=("tests/contract", "tests/model"), budget=360, processes=3, sharing=("--dist=worksteal",)
     ),
-    Tier(name="faults", folders=("tests/integration",), budget=900, processes=4),
+    Tier(name="faults", folders=("tests/integration",), budget=1050, processes=4),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=200, processes=2),
     Tier(name="slurm", folders=("tests/slurm",), budget=750, processes=4, sharing=BY_TESTS),
     Tier(
