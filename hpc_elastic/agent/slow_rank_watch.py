@@ -78,6 +78,9 @@ class SlowRankWatch(Part):
         self._workers, self.due = None, None
         self._watched = Watched()
 
+    def on_success(self) -> None:
+        self.before_stop()
+
     def look(self, agent: NodeAgent) -> None:
         workers, record, now = self._workers, self._record, self._clock.monotonic()
         if workers is None or record is None or self.due is None or now < self.due:

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
-from msgspec import Struct
-
 K = TypeVar("K", bound=Hashable)
 
 
-class _Seen(Struct):
-    value: object
-    since: float
-    looked: float
+class _Seen:
+    """Not a `Struct`: the in-process wrapper runs where msgspec is not installed."""
+
+    __slots__ = ("looked", "since", "value")
+
+    def __init__(self, value: object, now: float) -> None:
+        self.value = value
+        self.since = now
+        self.looked = now
 
 
 class Staleness(Generic[K]):
@@ -39,7 +42,7 @@ class Staleness(Generic[K]):
         self._note_gap(now)
         seen = self._seen.get(key)
         if seen is None or seen.value != value:
-            self._seen[key] = _Seen(value, now, now)
+            self._seen[key] = _Seen(value, now)
             return 0.0
         seen.looked = now
         return max(0.0, now - seen.since)

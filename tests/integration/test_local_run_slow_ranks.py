@@ -14,7 +14,7 @@ import pytest
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import ROOT, LocalRun
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]  # a busy machine has slow ranks of its own
 SCRIPT = """
 import os, time
 import torch, torch.distributed as dist
@@ -60,9 +60,9 @@ dist.destroy_process_group()
     ("how", "slow", "nodes"),
     [
         ("compute", [3], 2),
-        pytest.param("compute", [2, 5], 4, marks=pytest.mark.slow),
-        pytest.param("loader", [5], 4, marks=pytest.mark.slow),
-        pytest.param("saves", [], 4, marks=pytest.mark.slow),
+        ("compute", [2, 5], 4),
+        ("loader", [5], 4),
+        ("saves", [], 4),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path, how: str, slow: Sequence[int], nodes: int) -> None:

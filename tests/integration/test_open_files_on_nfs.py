@@ -13,7 +13,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
 from hpc_elastic.launch.batch import WriteBack
 from hpc_elastic.output.log_files import LogFile
-from hpc_elastic.output.log_reader import OutputReader
+from hpc_elastic.output.log_reader import OutputReader, Place
 from hpc_elastic.output.log_streams import read_round_marks, streams_of
 from hpc_elastic.output.log_times import TimesFile, times_path
 from hpc_elastic.report.collect import collect_run
@@ -57,9 +57,8 @@ def test_the_job_log_is_seen_elsewhere_while_it_is_open(clients: tuple[Path, Pat
     for text in ("one\n", "two\n"):
         os.write(fd, text.encode())
         until(lambda text=text: (there / "job.log").read_text().endswith(text))
-    write_back.stop()
-    os.close(fd)
     assert (there / "job.log").read_text() == "one\ntwo\n"
+    os.close(fd)
 
 
 def test_a_pipe_needs_no_writing_back() -> None:
@@ -128,4 +127,4 @@ def test_what_grows_is_rotated_and_was_not_there_before(clients: tuple[Path, Pat
         until(lambda number=number: read(b"line %d %s" % (number, b"x" * 32))), f"line {number}"
     assert [line.split()[1] for line in found] == [b"%d" % number for number in range(8)]
     assert os.path.exists(piece_path(here.rank(0, 3).stdout, 2))
-    until(lambda: read_round_marks(there.round_dir(0)).of(3, 1).last_us == 8_000_000)
+    until(lambda: read_round_marks(there.round_dir(0)).of(3, 1).time_at(Place(99, 0)) == 8_000_000)

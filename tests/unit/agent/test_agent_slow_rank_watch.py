@@ -123,11 +123,14 @@ def test_a_node_whose_ranks_are_all_slow_is_named(
     assert caplog.text.count("all ranks on n1 are slow") == 1
 
 
-def test_the_end_of_a_round_ends_what_was_slow_in_it(nodes: list[Node], clock: FakeClock, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["before_stop", "on_success"])
+def test_the_end_of_a_round_ends_what_was_slow_in_it(
+    nodes: list[Node], clock: FakeClock, tmp_path: Path, end: str
+) -> None:
     nodes[0].workers.late = {0: LATE_NS}
     run(nodes, clock, 3 * EVERY_SECONDS)
     for node in nodes:
-        node.watch.before_stop()
+        getattr(node.watch, end)()
         assert node.watch.due is None
     assert [type(event) for event in nodes[0].events] == [SlowRankFound, SlowRankEnded]
     assert list((tmp_path / "slow").iterdir()) == []
