@@ -22,7 +22,7 @@ MOST_BLOCKS = 0.75
 LATE_STEPS = 1 / 3
 """The least share of single steps in which it is late: a rank that saves each tenth step is not slow."""
 RARE = 20
-"""A kind of call that is not one of so many is no part of each step: what is logged or saved now and then."""
+"""A kind of call that is so many times rarer than the most frequent one is no part of each step: a log, a save."""
 SPREAD = 2.0
 """How many times as late as the usual rank: batches of uneven size make each rank late at times."""
 LEAST_SECONDS = 0.001
@@ -72,7 +72,8 @@ def judge(group: Mapping[int, Arrivals]) -> Finding:
         return Finding()
     some = next(iter(group.values()))
     kinds = some.kinds[first - some.first : end - some.first]
-    usual = [k for k in range(count) if kinds.count(kinds[k]) * RARE > count]
+    most = max(map(kinds.count, set(kinds)))
+    usual = [k for k in range(count) if kinds.count(kinds[k]) * RARE > most]
     kinds = tuple(kinds[k] for k in usual)
     at = {rank: [one.at[first - one.first + k] for k in usual] for rank, one in group.items()}
     early = [sorted(times)[(len(at) - 1) // 4] for times in zip(*at.values(), strict=True)]

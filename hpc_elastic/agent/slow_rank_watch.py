@@ -151,7 +151,8 @@ class SlowRankWatch(Part):
         nodes = {member.node: codec.load(self._path(member.node), NodeArrivals) for member in record.members}
         known = {node: found for node, found in nodes.items() if isinstance(found, NodeArrivals)}
         now_ns, before = self._clock.time_ns(), self._watched
-        after = next_watched(before, find_slow(known, round_index=workers.round, names=self._names), now_ns=now_ns)
+        found, compared = find_slow(known, round_index=workers.round, names=self._names)
+        after = next_watched(before, found, compared=compared, now_ns=now_ns)
         if self._workers is not workers:
             return
         self._watched = after

@@ -14,11 +14,13 @@ WINDOWS = 2
 """A rank is slow, and is slow no more, when so many windows in a row show it: the first minutes of a run differ."""
 
 
-def find_slow(nodes: Mapping[int, NodeArrivals], *, round_index: int, names: Sequence[str]) -> dict[int, SlowRank]:
+def find_slow(
+    nodes: Mapping[int, NodeArrivals], *, round_index: int, names: Sequence[str]
+) -> tuple[dict[int, SlowRank], set[int]]:
     """Compare the ranks of all nodes within each of their process groups, by what each node wrote in this round.
 
-    Returns rank → how slow it is, by the group in which that costs most. A rank that waits for a slow one in a group of
-    theirs is not slow itself, though it is late everywhere else.
+    Returns rank → how slow it is, by the group in which that costs most, and the ranks that could be compared. A rank
+    that waits for a slow one in a group of theirs is not slow itself, though it is late everywhere else.
     """
     groups, pipelines = _groups(nodes, round_index), _Pipelines()
     for group in groups.values():
@@ -40,7 +42,8 @@ def find_slow(nodes: Mapping[int, NodeArrivals], *, round_index: int, names: Seq
                     share=finding.share,
                     step=finding.step,
                 )
-    return slow
+    compared = {rank for name, finding in findings.items() if finding.calls for rank in groups[name].ranks}
+    return slow, compared
 
 
 class _Group(Struct):
@@ -113,8 +116,9 @@ class Watched(Struct, frozen=True, kw_only=True):
     slow: Mapping[int, SlowRank] = {}
 
 
-def next_watched(before: Watched, found: Mapping[int, SlowRank], *, now_ns: int) -> Watched:
-    """Take one more window in. What is in `slow` now and was not before is to be reported, and the reverse."""
+def next_watched(before: Watched, found: Mapping[int, SlowRank], *, compared: Collection[int], now_ns: int) -> Watched:
+    """Take one more window in; it says nothing of ranks that were not `compared`. What is in `slow` now and was not
+    before is to be reported, and the reverse."""
     seen: dict[int, int] = {}
     slow: dict[int, SlowRank] = {}
     for rank in sorted({*before.seen, *before.slow, *found}):
@@ -123,6 +127,10 @@ def next_watched(before: Watched, found: Mapping[int, SlowRank], *, now_ns: int)
             seen[rank] = max(count, 0) + 1
             if known is not None or seen[rank] >= WINDOWS:
                 slow[rank] = replace(found[rank], since_ns=known.since_ns if known is not None else now_ns)
+        elif rank not in compared:
+            seen[rank] = count
+            if known is not None:
+                slow[rank] = known
         elif known is not None:
             seen[rank] = min(count, 0) - 1
             if seen[rank] > -WINDOWS:

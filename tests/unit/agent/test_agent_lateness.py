@@ -121,6 +121,13 @@ def test_what_is_done_now_and_then_is_no_part_of_a_step() -> None:
     assert [late.rank for late in judge(found).late] == [1]
 
 
+def test_a_model_of_many_buckets() -> None:
+    """Each kind of call is one of thirty."""
+    group, _ = train(4, buckets=30, waits=False, steps=5, slow={1: compute})
+    assert [late.rank for late in judge(group).late] == [1]
+    assert judge(train(4, buckets=60, waits=True, steps=2)[0]).late == ()
+
+
 def test_a_clock_that_may_be_off_by_as_much_shows_nothing() -> None:
     assert [late.rank for late in judge(train(4, off=0.03)[0]).late] == [0]
     assert judge(train(4, off=0.03, bound=0.04)[0]).late == ()

@@ -30,13 +30,13 @@ def node(*groups: GroupArrivals, index: int = 1, reference: str = "a", bound_ns:
 
 
 def find(*nodes: NodeArrivals) -> list[int]:
-    return sorted(find_slow(dict(enumerate(nodes)), round_index=1, names=NAMES))
+    return sorted(find_slow(dict(enumerate(nodes)), round_index=1, names=NAMES)[0])
 
 
 def test_a_rank_of_any_node_is_named() -> None:
     first = node(arrivals(0), arrivals(1))
     assert find(first, node(arrivals(2), arrivals(3, late=LATE_US))) == [3]
-    found = find_slow({5: first, 9: node(arrivals(2), arrivals(3, late=LATE_US))}, round_index=1, names=NAMES)[3]
+    found = find_slow({5: first, 9: node(arrivals(2), arrivals(3, late=LATE_US))}, round_index=1, names=NAMES)[0][3]
     assert (found.node, found.call) == (9, "gloo:all_reduce [[1]]")
     assert found.seconds == pytest.approx(0.03, rel=0.01)
     assert found.share == pytest.approx(0.3, rel=0.05)
@@ -105,10 +105,25 @@ def test_a_rank_is_reported_after_windows_in_a_row_and_until_as_many_show_it_no_
     watched = Watched()
     reported = []
     for now, found in enumerate([{3}, {}, {3}, {3}, {3, 4}, {}, {3}, {}, {}]):
-        watched = next_watched(watched, {rank: slow(rank) for rank in found}, now_ns=now)
+        watched = next_watched(watched, {rank: slow(rank) for rank in found}, compared={3, 4}, now_ns=now)
         reported.append({rank: one.since_ns for rank, one in watched.slow.items()})
     assert WINDOWS == 2
     assert reported == [{}, {}, {}, {3: 3}, {3: 3}, {3: 3}, {3: 3}, {3: 3}, {}]
+
+
+def test_a_window_in_which_a_rank_was_not_compared_says_nothing_of_it() -> None:
+    """Its node asks less often than the one that compares, since an answer takes long."""
+    watched = Watched()
+    reported = []
+    for now, (found, compared) in enumerate([({3}, {3}), ({}, {0}), ({3}, {3}), ({}, {0}), ({}, {3}), ({}, {3})]):
+        watched = next_watched(watched, {rank: slow(rank) for rank in found}, compared=compared, now_ns=now)
+        reported.append(list(watched.slow))
+    assert reported == [[], [], [3], [3], [3], []]
+
+
+def test_ranks_without_a_number_in_common_are_not_compared() -> None:
+    old = node(*(replace(arrivals(rank), first=900) for rank in (2, 3)))
+    assert find_slow({0: node(arrivals(0), arrivals(1)), 1: old}, round_index=1, names=NAMES) == ({}, set())
 
 
 def test_a_node_of_which_all_ranks_are_slow() -> None:
