@@ -172,6 +172,9 @@ class _Converter:
                 except ValueError as error:
                     self._note(number, text, LineStatus.MANUAL, str(error).lower())
                     continue
+                if words and f"{words[-1].rpartition('=')[2]}#" in text:
+                    why = "sbatch ends a value at a # without quotes or a \\ in front of it, so this does too"
+                    self._note(number, text, LineStatus.MANUAL, why)
                 if has_components(words):
                     self._note(number, text, LineStatus.MANUAL, NO_HET_JOBS)
                     first = number
@@ -428,7 +431,6 @@ def _unset(word: str, names: set[str], form: str = "{}") -> str:
     """`word` with variables that the shell refuses to expand until the user sets them."""
     for name in names:
         shown = f"ARGUMENT_{name}" if name.isdigit() else "ARGUMENTS" if name in "@*" else name
-        value = form.format(f"${{{shown}?set it first}}").replace("\\", r"\\")
-        pattern = rf"\$\{{{re.escape(name)}(?!\w)[^}}]*\}}|\${re.escape(name)}(?!\w)"
-        word = re.sub(pattern, value, word)
+        pattern = rf"\$\{{{re.escape(name)}(?!\w)(:?-[^}}$]*)?[^}}]*\}}|\${re.escape(name)}(?!\w)"
+        word = re.sub(pattern, lambda use, to=shown: form.format(f"${{{to}{use[1] or '?set it first'}}}"), word)  # type: ignore[misc]
     return word

@@ -92,7 +92,7 @@ def test_what_the_job_alone_knows_is_never_expanded_by_the_shell_that_submits() 
     assert found.before == ("export STAMP=$(date +%s)",)
     assert found.words[2:] == (
         "--no-python", "bash", "-c", "'NAME=run-$SLURM_JOB_ID; LRS=(1 2); exec python -u x.py $NAME $STAMP "
-        "${LRS[$SLURM_ARRAY_TASK_ID]} '\"${PORT?set it first}\"' $SITE '\"${ARGUMENT_2?set it first}\"''",
+        "${LRS[$SLURM_ARRAY_TASK_ID]} '\"${PORT?set it first}\"' $SITE '\"${ARGUMENT_2:-a}\"''",
     )  # fmt: skip
     assert [line.why[:6] for line in found.manual] == ["$2: it", "$PORT:"]
     found = converted("srun --container-image $SLURM_JOB_USER.sif torchrun x.py\n")
