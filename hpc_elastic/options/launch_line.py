@@ -60,6 +60,8 @@ _MODULES = {
 }  # fmt: skip
 _MPI = ("mpirun", "mpiexec", "horovodrun", "orterun")
 _PREFIXES = ("numactl", "taskset", "nice", "ionice", "stdbuf", "chrt", "catchsegv")
+_RUNNERS = ("uv", "conda", "mamba", "micromamba", "poetry", "pixi", "pipenv", "pdm", "hatch", "rye")
+"""``uv run`` and the like start a program in the environment that they keep."""
 _STARTS = r"\b(?:torchrun|accelerate|deepspeed|python[\d.]*)\b"
 
 
@@ -180,13 +182,18 @@ class _LaunchReader:
     def _prefix(self, program: str, rest: list[str]) -> bool:
         """Take off `rest` what stands before the launcher."""
         known = ["srun", *_MPI, *_CONTAINER_COMMANDS, "torchrun", "accelerate", "deepspeed"]
-        known += ["python", "python3"] if self._in_step or program in _PREFIXES else []
+        is_runner = program in _RUNNERS and "run" in map(plain, rest[1:3])
+        known += ["python", "python3"] if self._in_step or is_runner or program in _PREFIXES else []
         at = next((at for at, word in enumerate(rest) if at and plain(word).rpartition("/")[2] in known), 0)
         if not at:
             return False
         before, rest[:] = " ".join(rest[:at]), rest[at:]
         if plain(rest[0]) in ("srun", *_MPI):
             self.launch.open.append(f"{before}: left out, it stood before {rest[0]}")
+            return True
+        if is_runner:
+            self.launch.program = [f"\"$({before} python -c 'import sys; print(sys.executable)')\""]
+            self.launch.notes.append(f"--python: the interpreter of {before}, asked for where you submit")
             return True
         self.launch.options.append(("--worker-prefix", shlex.quote(before)))
         if program not in _PREFIXES:

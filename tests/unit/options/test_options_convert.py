@@ -50,6 +50,11 @@ def test_what_a_file_becomes(path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("if ! timeout 2h srun -n2 python x.py; then exit 1; fi", "--nproc-per-node 1 x.py"),
         ("srun -N2 --ntasks-per-node=4 python -X dev -m pkg.x $SLURM_PROCID",
          "--nproc-per-node 4 --no-python bash -c 'exec python -u -m pkg.x $SLURM_PROCID'"),
+        ("srun uv run --frozen torchrun x.py",
+         "--python \"$(uv run --frozen python -c 'import sys; print(sys.executable)')\" x.py"),
+        ("conda run -n mine python -m pkg.x --id $SLURM_JOB_ID",
+         "--nproc-per-node 1 --no-python bash -c 'exec \"$(conda run -n "
+         "mine python -c '\"'\"'import sys; print(sys.executable)'\"'\"')\" -u -m pkg.x --id $SLURM_JOB_ID'"),
         ("srun nsys profile -o out torchrun x.py", "--worker-prefix 'nsys profile -o out' x.py"),
         ("srun env A=1 B='a b' torchrun --no-python ./x $A", "--setup 'export A=1; export B='\"'\"'a b'\"'\"'' "
          "--no-python bash -c 'exec ./x $A'"),
