@@ -248,11 +248,14 @@ def test_where_a_named_fault_is_not_done_no_verdict_is_certain(tmp_path: Path) -
     assert "not certain: 1 fault; not tried: kill-node" in page
 
 
-def test_a_save_that_no_run_of_three_could_catch_is_named_in_the_verdict(tmp_path: Path) -> None:
+def test_a_save_that_no_run_of_three_could_catch_is_named_in_the_verdict(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # Each save only changes a name: no file is open while one looks.
     script = (
-        "import os, time\nfor step in range(1, 21):\n    time.sleep(0.05)\n    print(f'step {step} loss=1.0')\n"
-        "    open('new', 'a').write('x' * 1000)  # as a log is written, which is not caught\n"
-        "    os.replace('new', 'part')\n"
+        f"import os, tempfile, time\nmade = tempfile.mkdtemp(dir={str(tmp_path_factory.mktemp('made'))!r})\n"
+        "for step in range(1, 21):\n    open(f'{made}/{step}', 'w').write('x' * 1000)\n    time.sleep(0.05)\n"
+        "    print(f'step {step} loss=1.0')\n    os.replace(f'{made}/{step}', 'part')\n"
     )
     (tmp_path / "train.py").write_text(script)
     code, found = rehearse(tmp_path, "--faults", "kill-saving", "train.py")
