@@ -24,10 +24,9 @@ from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.agent.health_checks import HealthChecks
 from hpc_elastic.agent.nccl_ras import ADDRESS_VARIABLE, ENABLE_VARIABLE, choose_address
 from hpc_elastic.agent.nccl_watch import NcclWatch, StallFound, open_call
-from hpc_elastic.agent.part import Condemned, Part
+from hpc_elastic.agent.part import Condemned, Part, save_if_possible
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
-from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
@@ -273,7 +272,7 @@ class HangDetector(Part):
                 self._flights |= workers.read_dumps()
             ranks = tuple(_look_at(first + local, pid, self._flights.get(first + local)) for local, pid in pids.items())
             mine = NodeStall(round=index, seconds=round(seconds, 1), longest=stall.longest, ranks=ranks, gpus=gpus)
-            _save(own, mine)
+            save_if_possible(own, mine)
             if not is_judge or has_reported:
                 return
             stalls = {node: mine if path == own else _load(path) for node, path in paths.items()}
@@ -313,7 +312,7 @@ class HangDetector(Part):
             seconds=round(found.seconds, 1),
             may_be_rest=found.may_be_rest,
         )
-        _save(self._folder / "now.json", value)
+        save_if_possible(self._folder / "now.json", value)
 
     def _hosts(self, members: Sequence[Member]) -> dict[int, str]:
         return dict(enumerate(self._names[member.node] for member in members for _ in range(member.local_world_size)))
@@ -342,14 +341,6 @@ def _look_at(rank: int, pid: int, flight: FlightTail | None) -> StalledRank:
     return StalledRank(
         rank=rank, at=state.whereabouts(), waits=state.waits_for_process, is_stuck=is_stuck, flight=flight
     )
-
-
-def _save(path: Path, value: NodeStall | Suspicion) -> None:
-    try:
-        make_private_dir(path.parent)
-        codec.save(path, value)
-    except OSError as error:
-        logger.debug("%s could not be written: %s", path, error)
 
 
 def _load(path: Path) -> NodeStall | None:

@@ -92,7 +92,7 @@ def judge(group: Mapping[int, Arrivals]) -> Finding:
         return Finding(calls=count)
     found = (_describe(rank, late[rank], [kinds[k] for k in awaited]) for rank in slow)
     repeats = len(set(kinds)) <= period
-    step = _median(later - one for one, later in zip(early, early[period:], strict=False)) if repeats else 0.0
+    step = median(later - one for one, later in zip(early, early[period:], strict=False)) if repeats else 0.0
     late_ranks = tuple(sorted(found, key=lambda one: -one.seconds))
     return Finding(late=late_ranks, share=min(share, 1.0), calls=count, step=step)
 
@@ -103,7 +103,7 @@ def _describe(rank: int, late: Sequence[float], kinds: Sequence[str]) -> Late:
         by_kind[kind] = by_kind.get(kind, 0.0) + seconds
     worst = max(by_kind, key=lambda kind: by_kind[kind])
     values = [seconds for kind, seconds in zip(kinds, late, strict=True) if kind == worst]
-    return Late(rank=rank, seconds=_median(values), calls=len(values), kind=worst)
+    return Late(rank=rank, seconds=median(values), calls=len(values), kind=worst)
 
 
 def _by_step(late: Sequence[float], awaited: Sequence[int], period: int) -> list[float]:
@@ -117,8 +117,8 @@ def _by_step(late: Sequence[float], awaited: Sequence[int], period: int) -> list
 def _slow(late: Mapping[int, Sequence[float]], group: Mapping[int, Arrivals]) -> set[int]:
     """The ranks that are late by habit, beyond what is usual in this group; `late` by step."""
     blocks = {rank: _means(values) for rank, values in late.items()}
-    usual = _median(sorted(means)[len(means) * 3 // 4] for means in blocks.values())
-    each = _median(sorted(values)[len(values) * 3 // 4] for values in late.values())
+    usual = median(sorted(means)[len(means) * 3 // 4] for means in blocks.values())
+    each = median(sorted(values)[len(values) * 3 // 4] for values in late.values())
     found = set()
     for rank, means in blocks.items():
         least = max(LEAST_SECONDS, group[rank].bound)
@@ -156,15 +156,15 @@ def _awaited(period: int, early: Sequence[float], last: Sequence[float]) -> list
     return sorted(found) or list(range(period - 1, count, period))
 
 
-def _median(values: Iterable[float]) -> float:
+def median(values: Iterable[float]) -> float:
     """The lower one of two; `statistics` would import decimals and fractions into each agent."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def _deviation(values: Sequence[float]) -> float:
-    middle = _median(values)
-    return _median(abs(value - middle) for value in values)
+    middle = median(values)
+    return median(abs(value - middle) for value in values)
 
 
 def _period(kinds: Sequence[str]) -> int:

@@ -7,19 +7,24 @@ at the agent's start, so that a mount that hangs later keeps nothing from workin
 from __future__ import annotations
 
 import json
+import logging
 import select
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.run.option_values import StartMethod
 from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.slow_ranks import OnSlowRank
 from hpc_elastic.workers.user_command import EnvironmentChange
 
 if TYPE_CHECKING:
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
     from hpc_elastic.run.events import EventLog
     from hpc_elastic.store.notifier import Notifier
     from hpc_elastic.workers.spawn import WorkerProcess
+
+logger = logging.getLogger(__name__)
 
 MESSAGE_LIMIT = 200_000
 """Bytes; as in `workers.fork_server`."""
@@ -218,9 +225,18 @@ class ProcessPart(Part):
         self._process = None
 
 
+def save_if_possible(path: Path, value: Struct) -> None:
+    """Write what others only look at: a filesystem that refuses it ends nothing."""
+    try:
+        make_private_dir(path.parent)
+        codec.save(path, value)
+    except OSError as error:
+        logger.debug("%s could not be written: %s", path, error)
+
+
 PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
     ("hang_detector", "HangDetector.for_agent", lambda me: True),
-    ("slow_rank_watch", "SlowRankWatch", lambda me: True),
+    ("slow_rank_watch", "SlowRankWatch", lambda me: me.spec.slow_ranks is not OnSlowRank.OFF),
     ("checkpoints", "CheckpointWatch", lambda me: True),
     ("checkpoints", "PreemptionWatch", lambda me: True),
     ("setup", "Setup", lambda me: bool(me.spec.setup)),

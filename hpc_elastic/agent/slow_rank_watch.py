@@ -1,7 +1,8 @@
 """Finds slow ranks: one agent's part in that, from when its workers entered their collectives.
 
 All agents ask their workers at the same time of the clock, rarely. Each writes what they answer to the run directory,
-and the node of group rank 0 reads what all wrote: the rank that the others wait for is reported, and left alone.
+and the node of group rank 0 reads what all wrote: the rank that the others wait for is reported, and left alone until
+the next restart, at which its node may leave the run. The same node compares the run's pace with its best hour.
 """
 
 from __future__ import annotations
@@ -12,20 +13,34 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.part import AgentSite, Part
-from hpc_elastic.agent.slow_ranks import Watched, by_node, find_slow, next_watched
+from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.pace import Pace, next_pace
+from hpc_elastic.agent.part import AgentSite, Part, save_if_possible
+from hpc_elastic.agent.slow_ranks import Watched, by_node, choose_leaving, find_slow, next_watched
+from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Offset, uptime_ns
-from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.text import ranges
-from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.agent_events import SlowRankEnded, SlowRankFound
-from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, SlowRanks
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.agent_events import RunSlowed, RunSlowEnded, SlowRankEnded, SlowRankFound
+from hpc_elastic.run.heartbeats import STEPS
+from hpc_elastic.run.slow_ranks import (
+    NOW,
+    SLOW_RANK,
+    BestPace,
+    GroupArrivals,
+    NodeArrivals,
+    OnSlowRank,
+    RunPace,
+    SlowRank,
+    SlowRanks,
+)
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import LocalWorkers
@@ -38,6 +53,8 @@ SECONDS_PER_NODE = 0.25
 """A run of many nodes is looked at less often: one node reads the files of all."""
 MOST_SHARE = 0.001
 """Of a rank's time, for its answers."""
+LEAVE_SECONDS, LOOK_SECONDS = 2.0, 0.05
+"""How long a node that may leave at a restart waits for its files, and how often it looks."""
 ANSWER_SECONDS = 3.0
 """How long after the question the answers are read; so long again, and the other nodes' files are there."""
 
@@ -55,42 +72,70 @@ class SlowRankWatch(Part):
 
     def __init__(self, site: AgentSite) -> None:
         self._folder, self._node, self._names = site.me.paths.slow_ranks, site.me.node, site.me.attempt.nodes
+        self._pace_path, self._spec, self._beats = site.me.run.pace_json, site.me.spec, site.watch.read
         self._clock, self._files, self._notifier = site.clock, site.files, site.notifier
         self._uid, self._write_event = site.info.uid, site.events.write
         self._step = _Step.ASK
         self._workers: LocalWorkers | None = None
         self._record: RoundRecord | None = None
+        self._waiting = 0
+        """How many nodes waited while the workers ran."""
         self._watched = Watched()
+        self._pace = Pace()
+        self._slow_run: RunPace | None = None
         self._seconds = 0.0
         """What the dearest answer took of its rank's time."""
         self._has_written = False
+        self._holds_until: float | None = None
+        """The node joins no round until then: whether it is to leave is being read."""
+        self._leaves_because = ""
 
     def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
         self._record = record
+        if record.status is Status.FINAL:
+            self._waiting = record.waiting
 
     def on_start(self, workers: LocalWorkers) -> None:
-        self._workers, self._step, self._watched = workers, _Step.ASK, Watched()
+        self._workers, self._step, self._watched, self._pace = workers, _Step.ASK, Watched(), Pace()
+        if workers.layout.group_rank == 0:
+            self._files.post(partial(self._load_best, workers))
         self._wait()
 
     def before_stop(self) -> None:
         if self._workers is not None:
-            self._files.post(partial(self._end, self._workers.round, self._watched))
-        self._workers, self.due = None, None
+            self._files.post(partial(self._end, self._workers, self._watched, self._slow_run))
+        self._workers, self.due, self._slow_run = None, None, None
         self._watched = Watched()
 
     def on_success(self) -> None:
         self.before_stop()
 
+    def on_join(self, last_round: int) -> None:
+        if self._spec.slow_ranks is OnSlowRank.EXCLUDE and last_round >= 0 and self._record is not None:
+            self.due = self._clock.monotonic()
+            self._holds_until = self.due + LEAVE_SECONDS
+            self._files.post(partial(self._look_whether_to_leave, last_round, self._record))
+
+    def holds_join(self, agent: NodeAgent) -> bool:
+        return self._holds_until is not None
+
     def look(self, agent: NodeAgent) -> None:
         workers, record, now = self._workers, self._record, self._clock.monotonic()
+        if self._holds_until is not None:
+            self.due = now + LOOK_SECONDS if now < self._holds_until else None
+            self._holds_until = self._holds_until if self.due is not None else None
+            return
+        if self._leaves_because:
+            reason, self._leaves_because = self._leaves_because, ""
+            if agent.phase is Phase.JOINING:
+                agent.on_health(HealthVerdict(reason=reason))
+            return
         if workers is None or record is None or self.due is None or now < self.due:
             return
         is_judge = workers.layout.group_rank == 0
-        if is_judge and self._step is _Step.ASK:
-            slow = self._watched.slow.values()
-            agent.figures.put("slow_ranks", len(slow))
-            agent.figures.put("slow_ranks_share", max((one.share for one in slow), default=0.0))
         if self._step is _Step.ASK:
+            if is_judge:
+                self._look_at_pace(agent, workers)
             workers.ask_for_arrivals()
             self._step, self.due = _Step.WRITE, now + ANSWER_SECONDS
         elif self._step is _Step.WRITE:
@@ -104,6 +149,36 @@ class SlowRankWatch(Part):
             self._files.post(partial(self._judge, workers, record))
             self._step = _Step.ASK
             self._wait()
+
+    def _look_at_pace(self, agent: NodeAgent, workers: LocalWorkers) -> None:
+        slow = self._watched.slow.values()
+        agent.figures.put("slow_ranks", len(slow))
+        agent.figures.put("slow_ranks_share", max((one.share for one in slow), default=0.0))
+        done = [(one.counted_steps if one.step is None else one.step, one) for one in self._beats()]
+        steps, beat = max(
+            ((n, one) for n, one in done if n is not None and one.source in STEPS), default=(0, None), key=itemgetter(0)
+        )
+        if beat is None:
+            return
+        before, self._pace = self._pace, next_pace(self._pace, steps=steps, at=beat.stepped_at)
+        pace, was_slow = self._pace, self._slow_run
+        if pace.best and pace.now != before.now:
+            agent.figures.put("step_seconds", pace.now)
+            agent.figures.put("step_seconds_best", pace.best)
+        if pace.best != before.best:
+            best = BestPace(world_size=workers.layout.world_size, step=pace.best, spread=pace.spread)
+            self._files.post(partial(save_if_possible, self._pace_path, best))
+        now_ns = self._clock.time_ns()
+        if pace.is_slow:
+            since_ns = now_ns if was_slow is None else was_slow.since_ns
+            self._slow_run = RunPace(step=pace.now, best=pace.best, since_ns=since_ns)
+            if was_slow is None:
+                logger.warning("%s", self._slow_run)
+                self._write_event(RunSlowed(round=workers.round, pace=self._slow_run))
+        elif was_slow is not None:
+            self._slow_run = None
+            logger.warning("the run is as fast as it was: a step takes %.3g s", pace.now)
+            self._write_event(_slow_ended(workers, was_slow, now_ns))
 
     def _wait(self) -> None:
         """Until the next time that is the same on all nodes, by their clocks: what ranks did then is compared."""
@@ -141,11 +216,7 @@ class SlowRankWatch(Part):
             ),
         )
         self._has_written = True
-        try:
-            make_private_dir(self._folder)
-            codec.save(self._path(self._node), found)
-        except OSError as error:
-            logger.debug("%s could not be written: %s", self._path(self._node), error)
+        save_if_possible(self._path(self._node), found)
 
     def _judge(self, workers: LocalWorkers, record: RoundRecord) -> None:
         nodes = {member.node: codec.load(self._path(member.node), NodeArrivals) for member in record.members}
@@ -161,39 +232,70 @@ class SlowRankWatch(Part):
             logger.warning("%s; look at the node with hpc-elastic doctor --nodes", slow)
             self._write_event(SlowRankFound(round=workers.round, slow=slow))
         for rank in before.slow.keys() - after.slow.keys():
-            slow = before.slow[rank]
-            seconds = (now_ns - slow.since_ns) / 1e9
-            logger.warning("rank %s on %s is not slow any more, after %.0f s", rank, slow.host, seconds)
-            self._write_event(SlowRankEnded(round=workers.round, slow=slow, seconds=round(seconds, 1)))
+            ended = _rank_ended(workers, before.slow[rank], now_ns, recovered=True)
+            logger.warning("rank %s on %s is not slow any more, after %.0f s", rank, ended.slow.host, ended.seconds)
+            self._write_event(ended)
         counts = [0] * len(self._names)
         for member in record.members:
             counts[member.node] = member.local_world_size
         for node in set(by_node(after.slow.values(), counts)) - set(by_node(before.slow.values(), counts)):
             if counts[node] > 1:
                 logger.warning("all ranks on %s are slow", self._names[node])
-        self._save(workers.round, after, now_ns)
+        path, pace = self._folder / NOW, self._slow_run
+        if after.slow or pace is not None:
+            ranks = tuple(after.slow.values())
+            save_if_possible(path, SlowRanks(round=workers.round, written_ns=now_ns, ranks=ranks, pace=pace))
+        else:
+            path.unlink(missing_ok=True)
 
-    def _save(self, round_index: int, watched: Watched, now_ns: int) -> None:
-        path = self._folder / "now.json"
-        try:
-            if watched.slow:
-                codec.save(path, SlowRanks(round=round_index, written_ns=now_ns, ranks=tuple(watched.slow.values())))
-            else:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.debug("%s could not be written: %s", path, error)
+    def _load_best(self, workers: LocalWorkers) -> None:
+        best = codec.load(self._pace_path, BestPace)
+        if isinstance(best, BestPace) and best.world_size == workers.layout.world_size:
+            self._pace = replace(self._pace, best=best.step, spread=best.spread)
 
-    def _end(self, index: int, watched: Watched) -> None:
-        """The round is over: what was slow until now was so until its end."""
+    def _look_whether_to_leave(self, last_round: int, record: RoundRecord) -> None:
+        """What `NOW` says of the round that has ended is the same for all nodes; each takes itself out."""
+        now = codec.load(self._folder / NOW, SlowRanks)
+        slow = now.ranks if isinstance(now, SlowRanks) and now.round == last_round else ()
+        gone = {path: codec.load(path, SlowRanks) for path in self._folder.glob("left-*.json")}
+        found = choose_leaving(
+            slow,
+            record,
+            waiting=self._waiting,
+            min_nodes=self._spec.min_nodes,
+            segment=self._spec.segment,
+            moved={one.rank: one.node for left in gone.values() if isinstance(left, SlowRanks) for one in left.ranks},
+        )
+        own = [one for one in slow if one.node == self._node]
+        if stays := found.get(self._node):
+            logger.warning("this node stays in the run though rank %s is slow: %s", own[0].rank, stays)
+        elif own and self._node in found:
+            left = SlowRanks(round=last_round, written_ns=self._clock.time_ns(), ranks=tuple(own))
+            save_if_possible(self._folder / f"left-{self._node:05d}.json", left)
+            self._leaves_because = f"{SLOW_RANK}: {own[0]}"
+        self._holds_until = None
+
+    def _end(self, workers: LocalWorkers, watched: Watched, slow_run: RunPace | None) -> None:
+        """The round is over: what was slow until now was so until its end. `NOW` stays for the nodes that join next."""
         now_ns = self._clock.time_ns()
         for slow in watched.slow.values():
-            self._write_event(SlowRankEnded(round=index, slow=slow, seconds=round((now_ns - slow.since_ns) / 1e9, 1)))
-        for path in (self._path(self._node), *([self._folder / "now.json"] if watched.slow else [])):
-            if self._has_written:
-                path.unlink(missing_ok=True)
+            self._write_event(_rank_ended(workers, slow, now_ns, recovered=False))
+        if slow_run is not None:
+            self._write_event(_slow_ended(workers, slow_run, now_ns))
+        if self._has_written:
+            self._path(self._node).unlink(missing_ok=True)
 
     def _path(self, node: int) -> Path:
         return self._folder / f"node-{node:05d}.json"
+
+
+def _rank_ended(workers: LocalWorkers, slow: SlowRank, now_ns: int, *, recovered: bool) -> SlowRankEnded:
+    seconds = round((now_ns - slow.since_ns) / 1e9, 1)
+    return SlowRankEnded(round=workers.round, slow=slow, seconds=seconds, recovered=recovered)
+
+
+def _slow_ended(workers: LocalWorkers, pace: RunPace, now_ns: int) -> RunSlowEnded:
+    return RunSlowEnded(round=workers.round, pace=pace, seconds=round((now_ns - pace.since_ns) / 1e9, 1))
 
 
 def _read_group(rank: int, name: str, group: Mapping[str, Any]) -> GroupArrivals:

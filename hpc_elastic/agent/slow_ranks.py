@@ -8,6 +8,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.lateness import Arrivals, Finding, judge
+from hpc_elastic.rendezvous.ranks import whole_segments
+from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.slow_ranks import NodeArrivals, SlowRank
 
 WINDOWS = 2
@@ -136,6 +138,41 @@ def next_watched(before: Watched, found: Mapping[int, SlowRank], *, compared: Co
             if seen[rank] > -WINDOWS:
                 slow[rank] = known
     return Watched(seen=seen, slow=slow)
+
+
+def choose_leaving(
+    slow: Iterable[SlowRank],
+    record: RoundRecord,
+    *,
+    waiting: int,
+    min_nodes: int,
+    segment: int,
+    moved: Mapping[int, int],
+) -> dict[int, str]:
+    """Choose the nodes that leave the run at a restart because of their slow ranks, those first that cost the most.
+
+    Args:
+        record: The newest one, with the members of the round that has ended.
+        waiting: How many nodes wait to take a place.
+        moved: Rank → another node on which the same rank was slow before: then it has more to do, wherever it runs.
+
+    Returns:
+        Node → why it stays; empty: it leaves.
+    """
+    found: dict[int, str] = {}
+    left = [member for member in record.members if member.node not in {*record.lost, *record.unfit}]
+    for one in sorted(slow, key=lambda one: -one.share):
+        fewer = [member for member in left if member.node != one.node]
+        count = len(whole_segments(fewer, segment)) + waiting // segment * segment
+        if len(fewer) == len(left):
+            continue  # it is out already
+        if moved.get(one.rank, one.node) != one.node:
+            found[one.node] = f"rank {one.rank} was slow on another node, too"
+        elif count < min_nodes:
+            found[one.node] = f"only {count} of at least {min_nodes} nodes would be left"
+        else:
+            found[one.node], left = "", fewer
+    return found
 
 
 def by_node(ranks: Iterable[SlowRank], counts: Sequence[int]) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from hpc_elastic.run.agent_events import (
     HangSuspected,
     HealthCheckFailed,
     OutputLost,
+    RunSlowed,
     SlowRankFound,
     WorkerFailed,
 )
@@ -38,8 +39,8 @@ from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptStarted, RequeueDecided, VerdictReached
 
 _BAD = (
-    WorkerFailed, HangFound, HangSuspected, SlowRankFound, NodeLost, AgentFailed, HealthCheckFailed, OutputLost,
-    EventsDropped, FilesystemRefused,
+    WorkerFailed, HangFound, HangSuspected, SlowRankFound, RunSlowed, NodeLost, AgentFailed, HealthCheckFailed,
+    OutputLost, EventsDropped, FilesystemRefused,
 )  # fmt: skip
 _DECISIONS = (RestartDecided, RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted)
 _BATCH_NODE = -1

@@ -226,6 +226,8 @@ def status_lines(
         put("hangs?", status.suspicion)
     for slow in status.slow_ranks:
         put("slow", str(slow))
+    if status.slow_pace is not None:
+        put("slow", str(status.slow_pace))
     if status.output is not None:
         put("output", _output(status.output, status.resting))
     if status.preload is not None:

@@ -35,8 +35,9 @@ from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.rendezvous.round_log import RESERVE
 from hpc_elastic.run.attempt import StoredResult, load_result
-from hpc_elastic.run.node_score import load_record, save_record
+from hpc_elastic.run.node_score import EvidenceKind, load_record, save_record
 from hpc_elastic.run.option_values import RequeueChoice
+from hpc_elastic.run.slow_ranks import OnSlowRank
 from hpc_elastic.run.supervisor_events import (
     AttemptEnded,
     AttemptRequeued,
@@ -231,6 +232,8 @@ class _End:
             is_cancelled or (asks_slurm and site.ask(near=0.0).condition is JobCondition.ENDED)
         ):
             seen = tuple(one for one in seen if one.round >= 0)  # the cancel kept agents from starting
+        if spec.slow_ranks is not OnSlowRank.EXCLUDE:
+            seen = tuple(one for one in seen if one.kind is not EvidenceKind.SLOW)
         record = self._disk.do(lambda: keep_evidence(paths, seen, now_ns=now_ns), None)
         if record is None:
             return NextNodes()

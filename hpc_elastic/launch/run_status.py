@@ -33,7 +33,7 @@ from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, task_index
 from hpc_elastic.run.preload import Preload, load_preload
-from hpc_elastic.run.slow_ranks import SlowRank, SlowRanks
+from hpc_elastic.run.slow_ranks import NOW, RunPace, SlowRank, SlowRanks
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.suspicions import Suspicion
 from hpc_elastic.slurm.client import SlurmClient
@@ -104,6 +104,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     suspicion: str = ""
     """Why the run seems to hang; empty: it does not."""
     slow_ranks: tuple[SlowRank, ...] = ()
+    slow_pace: RunPace | None = None
+    """The run is slower as a whole than it was."""
     output: OutputStatus | None = None
     """Read on request, where a round's workers report no steps."""
     preload: Preload | None = None
@@ -175,9 +177,9 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         suspicion = codec.load(attempt.suspicions / "now.json", Suspicion)
         if isinstance(suspicion, Suspicion) and suspicion.round == record.round:
             known["suspicion"] = suspicion.reason
-        slow = codec.load(attempt.slow_ranks / "now.json", SlowRanks)
+        slow = codec.load(attempt.slow_ranks / NOW, SlowRanks)
         if isinstance(slow, SlowRanks) and slow.round == record.round:
-            known["slow_ranks"] = slow.ranks
+            known.update(slow_ranks=slow.ranks, slow_pace=slow.pace)
     if looks_at_output:
         known["preload"] = load_preload(paths.preload)
     known["job_log"] = _job_log(paths, spec, known.get("job_id"))

@@ -40,6 +40,7 @@ from hpc_elastic.run.option_values import (
     parse_std_streams,
     whole,
 )
+from hpc_elastic.run.slow_ranks import OnSlowRank
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.run.suspicions import parse_hangs
 from hpc_elastic.worker_api.restart_group import RestartWith
@@ -94,6 +95,10 @@ OPTIONS = (
         help="when no worker makes progress for 300 s or SECONDS, and for three times as long as the run has ever "
         "paused: observe (the default), the job log, status and the report show it, with the rank that the others "
         "wait for; act, the workers also leave their stacks and are started again; the script needs no change"),
+    define(Group.HANGS, "--slow-ranks", metavar="observe|exclude|off", parse=one_of(OnSlowRank), in_spec=True,
+        help="when the other ranks wait for one, or the run is slower than it was: observe (the default), the job log, "
+        "status and the report show it; exclude, the next restart or requeue also leaves its node out, where a spare "
+        "or fewer nodes are allowed; off, ranks are not compared"),
     define(Group.HANGS, "--health-checks", metavar="NAME[=LIMIT],...|none", parse=parse_health_checks, in_spec=True,
         help="checks that a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, shared=SECONDS, "
         "clock=SECONDS, gpu=ERRORS, gpu-memory=SECONDS, link=SECONDS; default: all, with default limits (the default)"),

@@ -102,7 +102,7 @@ ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
         of_agent.PlatformFailure, of_agent.InProcessRestarted, of_agent.InProcessGaveUp, of_agent.WorkersStopping,
         of_agent.WorkersSucceeded, of_agent.WorkersStopped, of_coordinator.RestartDecided, of_agent.StacksTaken,
         of_agent.RanksObserved, of_agent.WorkersStarted, of_agent.HangSuspected,
-        of_agent.SlowRankFound, of_agent.SlowRankEnded,
+        of_agent.SlowRankFound, of_agent.SlowRankEnded, of_agent.RunSlowed, of_agent.RunSlowEnded,
     }
 )  # fmt: skip
 _FRAMES = 20
@@ -143,6 +143,7 @@ class RoundBuilder(Struct):
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     slow_ranks: dict[tuple[int, int], of_agent.SlowRankEnded] = field(default_factory=dict)
+    slow_run: dict[int, of_agent.RunSlowEnded] = field(default_factory=dict)
     orphans: dict[str, None] = field(default_factory=dict)
 
     def facts(self, attempt: int, rank: int) -> WorkerFailure:
@@ -225,6 +226,10 @@ class RoundBuilder(Struct):
                 self.slow_ranks[slow.rank, slow.since_ns] = of_agent.SlowRankEnded(round=event.round, slow=slow)
             case of_agent.SlowRankEnded():
                 self.slow_ranks[event.slow.rank, event.slow.since_ns] = event
+            case of_agent.RunSlowed():
+                self.slow_run[event.pace.since_ns] = of_agent.RunSlowEnded(round=event.round, pace=event.pace)
+            case of_agent.RunSlowEnded():
+                self.slow_run[event.pace.since_ns] = event
             case of_agent.StacksTaken():
                 self._take_stacks(event, when, node)
             case of_agent.RanksObserved():
@@ -285,6 +290,7 @@ class RoundBuilder(Struct):
         history.stacks = _stack_groups(self.stacks)
         history.threads = _stack_groups(self.threads)
         history.slow_ranks = tuple(sorted(self.slow_ranks.values(), key=lambda one: one.slow.since_ns))
+        history.slow_run = tuple(one for _, one in sorted(self.slow_run.items()))
         history.orphans = tuple(self.orphans)
         return history
 

@@ -349,6 +349,8 @@ def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) 
                 notes.append(Fact("seemed to hang", f"{when}, round {item.index}: {item.suspicion}"))
         slow = [one for item in shown.rounds for one in item.slow_ranks]
         notes += [Fact("slow rank", line) for line in wording.describe_slow_ranks(slow, clock)]
+        paces = [one for item in shown.rounds for one in item.slow_run]
+        notes += [Fact("slow run", line) for line in wording.describe_slow_run(paces, clock)]
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in wording.describe_outages(shown.outages, clock)]
         notes += [Fact(*note) for note in wording.describe_commands(shown.commands)]

@@ -166,6 +166,10 @@ def _of_round(event: AgentEvent) -> str:
             return str(event.slow)
         case of_agent.SlowRankEnded():
             text = f"rank {event.slow.rank} on {event.slow.host} was slow for {event.seconds:.0f} s"
+        case of_agent.RunSlowed():
+            return str(event.pace)
+        case of_agent.RunSlowEnded():
+            text = f"the run was slower than in its best hour for {event.seconds:.0f} s"
         case of_agent.HangFound():
             text = f"no heartbeat for {event.limit} s"
         case of_agent.StacksTaken():

@@ -18,7 +18,7 @@ from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.activities import Activity
-from hpc_elastic.run.agent_events import SlowRankEnded
+from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
 from hpc_elastic.run.node_score import NodeScore
 
@@ -190,6 +190,7 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     suspected_ns: int = 0
     """When, by the clock of the node of group rank 0."""
     slow_ranks: tuple[SlowRankEnded, ...] = ()
+    slow_run: tuple[RunSlowEnded, ...] = ()
     """Ranks that the others waited for, each time that one was; by when that began."""
     orphans: tuple[str, ...] = ()
     """Processes that outlived their worker, and were ended by its agent: ``n1: sh (pid 4711)``."""

@@ -10,6 +10,7 @@ from hpc_elastic.report.history import START_REFUSED, AttemptHistory, NodeLoss, 
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, is_everywhere
+from hpc_elastic.run.slow_ranks import SLOW_RANK
 
 _WORDS = 400
 
@@ -56,6 +57,10 @@ def _of_rounds(attempt: AttemptHistory) -> Iterator[Evidence]:
                 why = loss.left if loss.left else loss.summary
                 yield _evidence(attempt, part, name, kind, loss.seen_ns, why)
         yield from _of_failures(attempt, part)
+        for one in part.slow_ranks:
+            if not one.recovered and (name := _name(attempt, one.slow.node, one.slow.host)):
+                why, mark = f"{SLOW_RANK}: {one.slow}", f"{SLOW_RANK} {one.slow.rank}"
+                yield _evidence(attempt, part, name, EvidenceKind.SLOW, one.slow.since_ns, why, fingerprint=mark)
 
 
 def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:

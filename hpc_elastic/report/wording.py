@@ -19,7 +19,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutageKind, OutputLoss
-from hpc_elastic.run.agent_events import SlowRankEnded
+from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import describe_begun_again
 from hpc_elastic.worker_api.heartbeat_record import SETUP
 
@@ -294,6 +294,19 @@ def describe_slow_ranks(found: Sequence[SlowRankEnded], clock: Callable[[int], s
     lines.sort()
     more = [f"and {plural(len(lines) - _MOST_NAMES, 'more rank')}"] if len(lines) > _MOST_NAMES else []
     return [line for _, line in lines[:_MOST_NAMES]] + more
+
+
+def describe_slow_run(found: Sequence[RunSlowEnded], clock: Callable[[int], str]) -> list[str]:
+    """One line for each time, the latest ones; 0 seconds: to the end, which no agent reported."""
+    return [
+        f"{one.pace}; from {clock(one.pace.since_ns)} on "
+        + (
+            f"for {seconds_text(one.seconds)}, {seconds_text(one.seconds * one.pace.share)} lost"
+            if one.seconds
+            else "to the end"
+        )
+        for one in found[-_MOST_NAMES:]
+    ]
 
 
 def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 from hpc_elastic.run.activities import Activity, RankSockets
 from hpc_elastic.run.event_types import AgentEvent, Seconds
 from hpc_elastic.run.heartbeats import Progress, RankHeartbeat
-from hpc_elastic.run.slow_ranks import SlowRank
+from hpc_elastic.run.slow_ranks import RunPace, SlowRank
 
 
 class AgentStarted(AgentEvent, frozen=True, kw_only=True):
@@ -260,6 +260,26 @@ class SlowRankEnded(AgentEvent, frozen=True, kw_only=True):
 
     round: int
     slow: SlowRank
+    """as it was last"""
+    seconds: float = 0.0
+    """for which it was slow"""
+    recovered: bool = False
+    """false: the round was over"""
+
+
+class RunSlowed(AgentEvent, frozen=True, kw_only=True):
+    """The run is slower than in its own best hour; by the agent of group rank 0."""
+
+    round: int
+    pace: RunPace
+    """`step` and `best` in seconds a step, `since_ns`"""
+
+
+class RunSlowEnded(AgentEvent, frozen=True, kw_only=True):
+    """It is as fast as it was, or the round is over."""
+
+    round: int
+    pace: RunPace
     """as it was last"""
     seconds: float = 0.0
     """for which it was slow"""

@@ -35,6 +35,8 @@ class EvidenceKind(str, Enum):
     """It failed a health check."""
     HARDWARE = "hardware"
     """A worker's message names a broken part of it: an ECC error, an Xid."""
+    SLOW = "slow"
+    """The other ranks waited for one of its ranks (``--slow-ranks exclude``)."""
     APART = "apart"
     """All its workers failed alike, and none of the other nodes': something is missing there."""
     FIRST_FAILURE = "first_failure"
@@ -47,11 +49,13 @@ WEIGHTS = {
     EvidenceKind.LOST: 1.0,
     EvidenceKind.UNHEALTHY: 1.0,
     EvidenceKind.HARDWARE: 1.0,
+    EvidenceKind.SLOW: 1.0,
     EvidenceKind.APART: 1.0,
     EvidenceKind.FIRST_FAILURE: 0.5,
     EvidenceKind.FIRST_EXCEPTION: 0.25,
 }
-_FIRST = (EvidenceKind.FIRST_FAILURE, EvidenceKind.FIRST_EXCEPTION)
+_MOVING = (EvidenceKind.FIRST_FAILURE, EvidenceKind.FIRST_EXCEPTION, EvidenceKind.SLOW)
+"""What counts against none where the same begins on another node."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -144,14 +148,14 @@ def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEF
     counts = [item for item in dict.fromkeys(evidence) if now_ns - life_ns < item.at_ns <= now_ns + _AHEAD_NS]
     places: dict[str, set[str]] = {}
     for item in counts:
-        if item.kind in _FIRST:
+        if item.kind in _MOVING:
             places.setdefault(item.fingerprint, set()).add(item.node)
     moved = _moved(counts)
     by_node: dict[str, list[Evidence]] = {}
     for item in counts:
         if item.kind is EvidenceKind.APART and item.fingerprint in moved:
             continue
-        if item.kind not in _FIRST or len(places[item.fingerprint]) == 1:
+        if item.kind not in _MOVING or len(places[item.fingerprint]) == 1:
             by_node.setdefault(item.node, []).append(item)
     found = [_score(node, items, life_ns) for node, items in by_node.items()]
     return tuple(sorted(found, key=lambda one: (-one.score, -one.evidence[0].at_ns, one.node)))

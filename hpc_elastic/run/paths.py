@@ -7,6 +7,7 @@
       preload.json                       what the fork servers import (run/preload.py)
       secret                             0600: authenticates notifications (store/notifier.py)
       job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
+      pace.json                          its best hour (run/slow_ranks.py)
       nodes.json                         the evidence against nodes, and which are left out (run/node_score.py)
       call.pkl  launcher.json            of a submitted function: see submission/call.py
       latest -> attempt-000
@@ -18,7 +19,7 @@
         heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
         setup/node-00012.log             the end of what --setup printed
         suspicions/now.json  node-00012.json  the run seems to hang (run/suspicions.py)
-        slow-ranks/now.json  node-00012.json  ranks that the others wait for (run/slow_ranks.py)
+        slow-ranks/now.json  node-00012.json  left-00012.json  ranks that the others wait for (run/slow_ranks.py)
         round-000/times-node-00003       when what was printed (output/log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt,
                                            flight-recorder-12.json (agent/flight_recorder.py)
@@ -125,6 +126,7 @@ class RunPaths(Struct, frozen=True):
     script = _File("job.sbatch")
     job_log = _File("job.log")
     nodes_json = _File("nodes.json")
+    pace_json = _File("pace.json")
     latest = _File("latest")
 
     @property

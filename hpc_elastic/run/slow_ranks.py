@@ -1,8 +1,26 @@
-"""What nodes write into ``slow-ranks/``: when their ranks entered which collectives, and which ranks are slow."""
+"""``--slow-ranks``, and what nodes write into ``slow-ranks/``: when their ranks entered which collectives, and which
+ranks are slow."""
 
 from __future__ import annotations
 
+from enum import Enum
+
 from msgspec import Struct
+
+NOW = "now.json"
+SLOW_RANK = "slow rank"
+"""The reason of a node that leaves begins with this."""
+
+
+class OnSlowRank(str, Enum):
+    """The reaction to a rank that the others wait for."""
+
+    OBSERVE = "observe"
+    """It is reported: in the job log, by `status` and in the report."""
+    EXCLUDE = "exclude"
+    """And its node is in no round after the next restart, and in no attempt after the next requeue."""
+    OFF = "off"
+    """Ranks are not compared."""
 
 
 class GroupArrivals(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,9 +82,41 @@ class SlowRank(Struct, frozen=True, kw_only=True):
         return f"{text}: that costs {self.share:.0%} of the time"
 
 
+class RunPace(Struct, frozen=True, kw_only=True):
+    """A run that is slower as a whole than it was."""
+
+    step: float
+    """Seconds a step now, median."""
+    best: float
+    """Seconds a step in the run's best hour, with as many ranks."""
+    since_ns: int = 0
+    """Wall clock of the node of group rank 0."""
+
+    @property
+    def share(self) -> float:
+        """The share of the time that is lost, 0 to 1."""
+        return 1 - self.best / self.step
+
+    def __str__(self) -> str:
+        took = f"a step takes {self.step:.3g} s and took {self.best:.3g} s in the run's best hour"
+        return f"{took}: {self.share:.0%} of the time is lost"
+
+
 class SlowRanks(Struct, frozen=True, kw_only=True):
-    """``slow-ranks/now.json``: the ranks that are slow now. There is no such file where none is."""
+    """``slow-ranks/now.json``: the ranks that are slow now, and the run where it is. There is no such file where none
+    is. ``left-<index>.json``: those of a node that left the run because of them."""
 
     round: int
     written_ns: int
-    ranks: tuple[SlowRank, ...]
+    ranks: tuple[SlowRank, ...] = ()
+    pace: RunPace | None = None
+
+
+class BestPace(Struct, frozen=True, kw_only=True):
+    """``pace.json`` of the run: its best hour so far."""
+
+    world_size: int
+    step: float
+    """Seconds a step, median."""
+    spread: float = 0.0
+    """Median deviation from that of single minutes."""

@@ -37,6 +37,7 @@ from hpc_elastic.run.option_values import (
     rdzv_values,
 )
 from hpc_elastic.run.preload import AUTO
+from hpc_elastic.run.slow_ranks import OnSlowRank
 from hpc_elastic.run.suspicions import HangSettings, parse_hangs
 from hpc_elastic.worker_api.restart_group import RestartWith
 
@@ -108,6 +109,7 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """Workers that ran this long have the whole of `max_restarts` again; None: time does not refill it."""
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     hangs: HangSettings = field(default_factory=HangSettings)
+    slow_ranks: OnSlowRank = OnSlowRank.OBSERVE
     health_checks: Mapping[Check, float] = field(default_factory=lambda: dict(DEFAULT_LIMITS))
     """The checks that a node must pass before it joins a round, with the limit of each."""
     health_check: tuple[str, ...] = ()

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.slow_rank_watch import ANSWER_SECONDS, EVERY_SECONDS, SlowRankWatch
+from hpc_elastic.agent.slow_rank_watch import ANSWER_SECONDS, EVERY_SECONDS, LEAVE_SECONDS, SlowRankWatch
+from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Offset
-from hpc_elastic.run.agent_events import SlowRankEnded, SlowRankFound
-from hpc_elastic.run.slow_ranks import NodeArrivals, SlowRanks
+from hpc_elastic.rendezvous.state import Status
+from hpc_elastic.run.agent_events import RunSlowed, RunSlowEnded, SlowRankEnded, SlowRankFound
+from hpc_elastic.run.heartbeats import ProgressSource
+from hpc_elastic.run.slow_ranks import BestPace, NodeArrivals, OnSlowRank, SlowRanks
 from tests.rigs.fake_clock import FakeClock
 
 STEP_NS = 100_000_000
@@ -27,7 +30,7 @@ class Workers:
     round = 1
 
     def __init__(self, clock: FakeClock, node: int) -> None:
-        self.clock, self.layout = clock, SimpleNamespace(group_rank=node, first_rank=2 * node)
+        self.clock, self.layout = clock, SimpleNamespace(group_rank=node, first_rank=2 * node, world_size=4)
         self.late: dict[int, int] = {}
         self.cost = 0.02
         self.asked = 0
@@ -49,13 +52,21 @@ class Workers:
 
 
 class Node:
-    def __init__(self, clock: FakeClock, folder: Path, node: int, offset: Offset | None) -> None:
+    def __init__(
+        self, clock: FakeClock, folder: Path, node: int, offset: Offset | None, choice: OnSlowRank = OnSlowRank.OBSERVE
+    ) -> None:
         self.events: list[Any] = []
         self.figures: dict[str, float] = {}
+        self.clock, self.steps, self.left = clock, 0.0, ""
         site: Any = SimpleNamespace(
             me=SimpleNamespace(
-                paths=SimpleNamespace(slow_ranks=folder), node=node, attempt=SimpleNamespace(nodes=["n0", "n1"])
+                paths=SimpleNamespace(slow_ranks=folder),
+                run=SimpleNamespace(pace_json=folder.parent / "pace.json"),
+                spec=SimpleNamespace(slow_ranks=choice, min_nodes=1, segment=1),
+                node=node,
+                attempt=SimpleNamespace(nodes=["n0", "n1"]),
             ),
+            watch=SimpleNamespace(read=self._beats),
             clock=clock,
             files=SimpleNamespace(post=lambda action: action()),
             notifier=SimpleNamespace(offset_to=lambda uid: offset),
@@ -65,8 +76,21 @@ class Node:
         self.watch = SlowRankWatch(site)
         self.workers = Workers(clock, node)
         members = [SimpleNamespace(node=n, local_world_size=2) for n in range(2)]
-        self.watch.on_record(SimpleNamespace(leader="uid0", members=members), None)  # type: ignore[arg-type]
+        record = SimpleNamespace(leader="uid0", members=members, lost=(), unfit=(), status=Status.FINAL, waiting=0)
+        self.watch.on_record(record, None)  # type: ignore[arg-type]
         self.watch.on_start(self.workers)  # type: ignore[arg-type]
+
+    def _beats(self) -> list[Any]:
+        beat = {"source": ProgressSource.OPTIMIZER, "step": None, "counted_steps": int(self.steps)}
+        return [SimpleNamespace(stepped_at=self.clock.now, **beat)]
+
+    def look(self) -> None:
+        agent: Any = SimpleNamespace(
+            figures=SimpleNamespace(put=self.figures.__setitem__),
+            phase=Phase.JOINING,
+            on_health=lambda verdict: setattr(self, "left", verdict.reason),
+        )
+        self.watch.look(agent)
 
 
 @pytest.fixture
@@ -85,7 +109,7 @@ def run(nodes: list[Node], clock: FakeClock, seconds: float) -> None:
         clock.now = max(due, clock.now)
         for node in nodes:
             if node.watch.due is not None and node.watch.due <= clock.now:
-                node.watch.look(SimpleNamespace(figures=SimpleNamespace(put=node.figures.__setitem__)))  # type: ignore[arg-type]
+                node.look()
     clock.now = end
 
 
@@ -109,6 +133,7 @@ def test_a_slow_rank_is_reported_once_and_again_when_it_is_over(
     nodes[1].workers.late = {}
     run(nodes, clock, 3 * EVERY_SECONDS)
     assert isinstance(nodes[0].events[-1], SlowRankEnded)
+    assert nodes[0].events[-1].recovered
     assert nodes[0].events[-1].seconds == pytest.approx(4 * EVERY_SECONDS, abs=EVERY_SECONDS)
     assert not (tmp_path / "slow" / "now.json").exists()
     assert nodes[0].figures["slow_ranks"] == 0
@@ -133,7 +158,8 @@ def test_the_end_of_a_round_ends_what_was_slow_in_it(
         getattr(node.watch, end)()
         assert node.watch.due is None
     assert [type(event) for event in nodes[0].events] == [SlowRankFound, SlowRankEnded]
-    assert list((tmp_path / "slow").iterdir()) == []
+    assert not nodes[0].events[-1].recovered
+    assert [path.name for path in (tmp_path / "slow").iterdir()] == ["now.json"]
 
 
 def test_all_nodes_ask_at_the_same_time_of_the_clock(clock: FakeClock, tmp_path: Path) -> None:
@@ -167,3 +193,71 @@ def test_what_is_not_understood_is_left_out(nodes: list[Node], clock: FakeClock,
     nodes[0].workers.raw = raw
     run(nodes, clock, 3 * EVERY_SECONDS)
     assert nodes[0].events == []
+
+
+@pytest.mark.parametrize(("choice", "leaves"), [(OnSlowRank.EXCLUDE, True), (OnSlowRank.OBSERVE, False)])
+def test_a_node_with_a_slow_rank_leaves_at_the_next_restart(
+    clock: FakeClock, tmp_path: Path, choice: OnSlowRank, leaves: bool
+) -> None:
+    nodes = [Node(clock, tmp_path / "slow", node, Offset(offset_ns=0, bound_ns=1000), choice) for node in range(2)]
+    nodes[1].workers.late = {3: LATE_NS}
+    run(nodes, clock, 4 * EVERY_SECONDS)
+    assert [node.left for node in nodes] == ["", ""], "no restart by itself"
+    for node in nodes:
+        node.watch.before_stop()
+    for node in nodes:
+        node.watch.on_join(1)
+        node.look()
+    assert nodes[0].left == ""
+    assert nodes[1].left.startswith("slow rank: rank 3 on n1 enters") is leaves
+    assert not any(node.watch.holds_join(None) for node in nodes)  # type: ignore[arg-type]
+
+
+def test_a_filesystem_that_hangs_holds_no_restart(clock: FakeClock, tmp_path: Path) -> None:
+    node = Node(clock, tmp_path, 0, None, OnSlowRank.EXCLUDE)
+    node.watch._files = SimpleNamespace(post=lambda action: None)  # type: ignore[assignment]
+    node.watch.before_stop()
+    node.watch.on_join(1)
+    assert node.watch.holds_join(None)  # type: ignore[arg-type]
+    clock.now += LEAVE_SECONDS
+    node.look()
+    assert not node.watch.holds_join(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("world_size", "is_slow"), [(4, True), (8, False)])
+def test_a_run_that_is_slower_than_its_best_hour_is_reported(
+    clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture, world_size: int, is_slow: bool
+) -> None:
+    codec.save(tmp_path / "pace.json", BestPace(world_size=world_size, step=1.0))
+    node = Node(clock, tmp_path / "slow", 0, None)
+
+    def train(minutes: int, step: float) -> None:
+        for _ in range(2 * minutes):
+            node.steps += 30 / step
+            run([node], clock, 30)
+
+    train(10, 1.5)
+    assert [type(event) for event in node.events] == [RunSlowed] * is_slow
+    if not is_slow:
+        return
+    took = "a step takes 1.5 s and took 1 s in the run's best hour: 33% of the time is lost"
+    assert took in caplog.text
+    now = codec.load(tmp_path / "slow" / "now.json", SlowRanks)
+    assert isinstance(now, SlowRanks)
+    assert str(now.pace) == took
+    assert node.figures["step_seconds"] == pytest.approx(1.5, rel=0.01)
+    assert node.figures["step_seconds_best"] == pytest.approx(1, rel=0.01)
+    train(10, 1.0)
+    assert isinstance(node.events[-1], RunSlowEnded)
+    assert node.events[-1].seconds == pytest.approx(500, abs=120)
+    assert not (tmp_path / "slow" / "now.json").exists()
+
+
+def test_the_best_hour_is_kept_for_the_next_round(clock: FakeClock, tmp_path: Path) -> None:
+    node = Node(clock, tmp_path / "slow", 0, None)
+    for _ in range(70):
+        node.steps += 30
+        run([node], clock, 30)
+    best = codec.load(tmp_path / "pace.json", BestPace)
+    assert isinstance(best, BestPace)
+    assert (best.world_size, best.step) == (4, pytest.approx(1, rel=0.01))

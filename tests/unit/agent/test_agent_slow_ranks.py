@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.slow_ranks import WINDOWS, Watched, by_node, find_slow, next_watched
+from hpc_elastic.agent.slow_ranks import WINDOWS, Watched, by_node, choose_leaving, find_slow, next_watched
+from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, SlowRank
 
 STEPS = 40
@@ -128,3 +132,39 @@ def test_ranks_without_a_number_in_common_are_not_compared() -> None:
 
 def test_a_node_of_which_all_ranks_are_slow() -> None:
     assert by_node([slow(2, 1), slow(3, 1), slow(4, 2)], [2, 2, 2]) == (1,)
+
+
+FEW, TOO = "only {} of at least 2 nodes would be left", "rank {} was slow on another node, too"
+
+
+@pytest.mark.parametrize(
+    ("slow", "facts", "leaves"),
+    [
+        ({4: 0.2}, {}, {2: ""}),
+        ({4: 0.2, 5: 0.3}, {}, {2: ""}),
+        ({4: 0.2, 0: 0.3}, {}, {0: "", 2: FEW.format(1)}),
+        ({4: 0.2, 0: 0.3}, {"waiting": 1}, {0: "", 2: ""}),
+        ({4: 0.2}, {"lost": (1,)}, {2: FEW.format(1)}),
+        ({4: 0.2}, {"lost": (2,)}, {}),
+        ({4: 0.2}, {"segment": 2, "waiting": 1}, {2: ""}),
+        ({0: 0.2}, {"segment": 2, "waiting": 1}, {0: FEW.format(0)}),
+        ({0: 0.2}, {"segment": 2, "waiting": 2}, {0: ""}),
+        ({4: 0.2}, {"moved": {4: 0}}, {2: TOO.format(4)}),
+        ({4: 0.2}, {"moved": {4: 2, 5: 0}}, {2: ""}),
+    ],
+)
+def test_nodes_leave_where_enough_are_left(
+    slow: dict[int, float], facts: dict[str, Any], leaves: dict[int, str]
+) -> None:
+    one = SlowRank(rank=0, node=0, host="", seconds=0.1, call="", calls=9, share=0)
+    found = choose_leaving(
+        [replace(one, rank=rank, node=rank // 2, share=share) for rank, share in slow.items()],
+        SimpleNamespace(
+            members=[Member(f"uid{node}", node, 2) for node in range(3)], lost=facts.get("lost", ()), unfit=()
+        ),  # type: ignore[arg-type]
+        waiting=facts.get("waiting", 0),
+        min_nodes=2,
+        segment=facts.get("segment", 1),
+        moved=facts.get("moved", {}),
+    )
+    assert found == leaves

@@ -56,6 +56,17 @@ def test_a_node_that_failed_a_health_check(tmp_path: Path) -> None:
     assert found(builder) == [("n2", UNHEALTHY)]
 
 
+@pytest.mark.parametrize(("ends", "bad"), [([], True), ([False], True), ([True], False)])
+def test_a_node_with_a_rank_that_was_slow_to_the_end(tmp_path: Path, ends: list[bool], bad: bool) -> None:
+    builder = run(tmp_path)
+    slow = {"rank": 1, "node": 1, "host": "n2", "seconds": 0.03, "call": "c", "calls": 9, "share": 0.3}
+    slow["since_ns"] = START_NS + 10**9
+    builder.event(0, "agent", 0, 50, "slow_rank_found", round=0, slow=slow)
+    for recovered in ends:
+        builder.event(0, "agent", 0, 60, "slow_rank_ended", round=0, slow=slow, seconds=9.0, recovered=recovered)
+    assert found(builder) == ([("n2", EvidenceKind.SLOW)] if bad else [])
+
+
 def test_a_node_where_no_agent_could_be_started(tmp_path: Path) -> None:
     builder = run(tmp_path)
     facts = {"code": None, "detail": "Communication connection failure", "started": False}

@@ -51,6 +51,13 @@ def test_a_failure_that_moves_with_the_code_speaks_against_no_node() -> None:
     assert bad(*repeated, seen("n3"), first("n4")) == ["n3"], "and a lost node was lost all the same"
 
 
+def test_a_rank_that_is_slow_on_two_nodes_has_more_to_do() -> None:
+    slow = [seen(name, EvidenceKind.SLOW, fingerprint=f"slow rank {rank}") for name, rank in (("n3", 5), ("n4", 5))]
+    assert bad(slow[0]) == ["n3"]
+    assert bad(*slow) == []
+    assert bad(slow[0], replace(slow[1], fingerprint="slow rank 7")) == ["n3", "n4"]
+
+
 def test_it_expires_and_the_score_says_when() -> None:
     assert bad(seen(ago=23.9)) == ["n1"]
     assert bad(seen(ago=24)) == []
