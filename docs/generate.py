@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that follow from the code: cli, configuration, states, signals, python …
+"""Writes the pages of docs/reference that follow from the code: cli, configuration, exit codes, python …
 
 ::
 
@@ -16,6 +16,7 @@ import importlib.util
 import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Mapping
 from enum import Enum
@@ -67,97 +68,83 @@ CONFIGURATION_INTRODUCTION = """\
 
 <!-- Written by docs/generate.py from the tables of options in hpc_elastic/options/; do not edit. -->
 
-Every option of `submit` and `run` can be given outside the command line, too. A later layer wins:
+Every option of `submit` and `run` can also be given in files and variables. A later layer wins:
 
 1. defaults, as below
-2. the site's file: the first `hpc_elastic/config.toml` in `$XDG_CONFIG_DIRS` (default `/etc/xdg`);
-   `$HPC_ELASTIC_SITE_CONFIG` names another
-3. the user's: `$XDG_CONFIG_HOME/hpc_elastic/config.toml` (default `~/.config`); `$HPC_ELASTIC_USER_CONFIG` names
-   another
-4. the project's: `hpc_elastic.toml`, or `[tool.hpc-elastic]` in `pyproject.toml`, the first from the working directory
-   upwards, as far as the folder with `.git` or your home; `$HPC_ELASTIC_PROJECT_CONFIG` names another
-5. a profile: the tables `[profile.NAME]` of these files, in their order, where `--profile NAME`, `$HPC_ELASTIC_PROFILE`
-   or a file's `default-profile = "NAME"` asks for it
-6. the environment: `HPC_ELASTIC_...` as below; where that is unset, torchrun's `PET_...`, and for the job sbatch's own
-   `SBATCH_...`
+2. the site's file: the first `hpc_elastic/config.toml` in `$XDG_CONFIG_DIRS` (default `/etc/xdg`)
+3. the user's file: `$XDG_CONFIG_HOME/hpc_elastic/config.toml` (default `~/.config`)
+4. the project's file: `hpc_elastic.toml`, or `[tool.hpc-elastic]` in `pyproject.toml`, the first from the working
+   directory upwards, as far as the folder with `.git` or your home
+5. a profile: the tables `[profile.NAME]` of these files, if `--profile NAME`, `$HPC_ELASTIC_PROFILE` or a file's
+   `default-profile = "NAME"` names it
+6. the environment: `HPC_ELASTIC_...` as below, else torchrun's `PET_...` or sbatch's `SBATCH_...`
 7. the [command line](cli.md), or in Python the arguments
 
-A variable that names a file and is empty means: no such file. A value replaces those of lower layers whole, lists too;
-an empty string, an empty list and `exclusive = false` mean that the option is not given at all. sbatch's other options
-are keys and variables as well, by their long names: `licenses = "matlab:2"`, `contiguous = true`.
+`$HPC_ELASTIC_SITE_CONFIG`, `$HPC_ELASTIC_USER_CONFIG` and `$HPC_ELASTIC_PROJECT_CONFIG` name another file for a
+layer; an empty value means no file. A value replaces those of lower layers whole, lists too. An empty string, an
+empty list and `exclusive = false` remove an option. sbatch's other options are keys and variables as well: `licenses
+= "matlab:2"`.
 
-`hpc-elastic config` shows every value with the file and line, variable or option that it comes from. With `--json` it
-is one object: `profile`, `files` (`layer`, `path`, `state`), and in `settings` by key the `value`, its `layer`, `where`
-and `profile`. What is wrong is one line on stderr, and exit code 2: an unknown key, with the nearest name; a value of
-the wrong type; a value that the option refuses.
+`hpc-elastic config` shows every value and where it comes from. With `--json` it is one object: `profile`, `files`
+(`layer`, `path`, `state`), and in `settings` by key the `value`, `layer`, `where` and `profile`. An unknown key, a
+value of the wrong type and a refused value are one line on stderr, and exit code 2.
 
-In files, keys are written with `-` or `_`, and values are TOML's: strings in quotes, numbers plain, `true` or `false`
-for switches, an array of strings for what may be repeated. In `runs-dir`, `chdir`, `python` and `template`, `~` and
-`$NAME` are expanded; in the project's file they are relative to that file, in the others to the working directory.
+Keys are written with `-` or `_`. Values are TOML's; an option that may be repeated takes an array of strings. `~` and
+`$NAME` are expanded in `runs-dir`, `chdir`, `python` and `template`. Relative paths of a project's file are relative to
+that file, others to the working directory.
 
-What files say is executed in your name. So a file, and each link that leads to it, must belong to you or to root, and
-not everybody may be allowed to write to it; another one is refused with one line, and not skipped in silence. A
-variable that names a file (`HPC_ELASTIC_PROJECT_CONFIG=/home/colleague/project/hpc_elastic.toml`) says that you trust
-it. Root reads root's files only. A stranger's `pyproject.toml` without a table of ours is left alone. A file
-has at most 256 KiB, and a key at most 16 parts. Where a file decides what is executed (`python`, `template`,
-`health-check`, `chdir`, `module`, `no-python`, `sbatch-arg`, `srun-arg`), `submit` and `run` show on stderr its name,
-the line and the value.
+A file is executed in your name. So it, and each link to it, must belong to you or root, and must not be writable for
+everybody; any other file is refused. Root reads root's files only. A stranger's `pyproject.toml` without our table is
+ignored. A file has at most 256 KiB, a key at most 16 parts. `submit` and `run` show on stderr the keys of files that
+decide what is executed (`python`, `template`, `health-check`, `chdir`, `module`, `no-python`, `sbatch-arg`,
+`srun-arg`).
 
-Agents and workers read none of this: what holds for a run is in its run.json, on every node and in every attempt.
+Agents and workers read none of this: a run's values are in its run.json.
 
-"""
+## Keys
 
-STATES_INTRODUCTION = """\
-# States
-
-<!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/state.py,
-hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/life.py; do not edit. -->
+[The command line](cli.md#submit) says what each one means.
 """
 
 SIGNALS_INTRODUCTION = """\
-# What a signal means
+## Signals
 
-<!-- Written by docs/generate.py from the table in hpc_elastic/launch/signals.py; do not edit. -->
+<!-- Written from here on by docs/generate.py, from the tables in hpc_elastic/launch/signals.py,
+hpc_elastic/rendezvous/state.py, hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/life.py; do not edit. -->
 
-A signal by itself says little: Slurm sends SIGTERM when a preemption's grace time begins, when it is over, at the
-time limit, at a cancel and at a requeue. So whoever hears one tells all, the supervisor asks Slurm about the job (for
-2 s at most), and this table decides. Where workers may save first, the [notice](../how-to/save-before-the-end.md) is
-given to them with the time that is left, and what is heard later informs, unless it ends everything now
-or leaves less time. An agent that hears nothing from the supervisor for 4 s (or half of KillWait) goes by the
-signal alone: SIGUSR2 is a notice of `--grace` seconds, SIGTERM ends the run.
+Slurm sends SIGTERM at the beginning and the end of a preemption's grace time, at the time limit, at a cancel and at a
+requeue. So the supervisor asks Slurm about the job (for at most 2 s), and this table decides. *save*: workers get the
+[notice](../how-to/save-and-resume.md#save-before-the-job-ends) with the time that is left. *end*: workers are ended
+within KillWait. A later signal only changes this if it ends the job sooner. An agent that hears nothing from the
+supervisor for 4 s (or half of KillWait) goes by the signal alone: SIGUSR2 is a notice of `--grace` seconds, SIGTERM
+ends the run.
 
-| heard | by | Slurm: the job … | it is a | workers | until | who requeues |
-| --- | --- | --- | --- | --- | --- | --- |
+| signal | heard by | Slurm: the job … | it is a | workers | who requeues |
+| --- | --- | --- | --- | --- | --- |
 """
 
 SIGNALS_END = """
-The supervisor looks at the job by itself as well: when it starts, since a notice that came during the batch script's
-set-up is lost; and `--grace` seconds before the limit (at most a quarter of it), since nobody gives notice in an
-allocation that was made without `--signal`.
-
-What is requeued counts for `--max-requeues`, and only a job that [may be](../how-to/resume-after-requeue.md) is. A
-job that is cancelled while an attempt ends does not come back. While Slurm ends a job its record says COMPLETING,
-whatever comes after it: the limit is told by its reason, a preemption by its PreemptTime, a requeue by its Restarts.
+The supervisor also looks at the job itself: at its start, because a notice during the batch script's set-up is lost,
+and `--grace` seconds before the limit (at most a quarter of it), because an allocation without `--signal` gets no
+notice. A requeue counts for `--max-requeues`. A job that is cancelled while an attempt ends does not come back.
 """
 
+MOST_TEXTS = 2
+"""Of a pattern, on the page."""
 KNOWN_INTRODUCTION = """\
-# Failures that are known by their words
+# Known failures
 
 <!-- Written by docs/generate.py from the tables in hpc_elastic/failures/patterns.py; do not edit. -->
 
-What is looked for in an exception's text and in what it was raised from, else in the last lines of stderr; upper and
-lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits holds. A *symptom* is
-what a healthy rank says when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the
-script's. The node is suspect where the words tell of a part of it that is likely broken. A failure that is worth
-another try still ends the run where it comes again with no progress between.
+These texts are searched in an exception's text and in what it was raised from, else in the last lines of stderr.
+Upper and lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits counts.
+Each row shows some of its texts; hpc_elastic/failures/patterns.py has all. A *symptom* is what a healthy rank reports
+when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the script's. A failure that
+may be tried again still ends the run if it repeats without progress.
 
-Where an exception was raised decides before its text does. A symptom needs a type, an innermost frame or a text of
-torch's process group, gloo or NCCL: the broken pipe to a subprocess, a reset connection to a data server and a message
-that the script put together are no symptoms. A text of the system's error numbers ("no space left on device") in a
-message that the script raised counts only with its number. Of exceptions that were raised from each other, or while
-another one was handled, the first one decides.
-
-Real excerpts, with their sources, are in tests/data/failures.
+The place where an exception was raised decides before its text. A symptom needs a type, an innermost frame or a text of
+torch's process group, gloo or NCCL. An error text of the system ("no space left on device") in a message of the script
+counts only with its number. Of chained exceptions the first one decides. Real excerpts are in tests/data/failures.
 """
 
 
@@ -165,7 +152,7 @@ def help_text(*arguments: str, option: str = "--help") -> str:
     """What ``--help`` or ``--help-all`` prints, at a fixed width."""
     printed = io.StringIO()
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "88"
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             cli.main([*arguments, option])
@@ -179,19 +166,40 @@ def help_text(*arguments: str, option: str = "--help") -> str:
 
 def cli_page() -> str:
     parts = [CLI_INTRODUCTION, f"```text\n{help_text()}\n```\n"]
+    known = set(_entries(help_text("submit", option="--help-all")))
     for name, (_, text) in cli._SUBCOMMANDS.items():
         if text.startswith("the same as "):
             other = text.rpartition(" ")[2]
             parts.append(f"## {name}\n\nThe same as [{other}](#{other}).\n")
             continue
         shown = help_text(name, option="--help-all" if name in ("submit", "run", "agent") else "--help")
+        if name != "submit":
+            shown = _without(shown, known)
         parts.append(f"## {name}\n\n```text\n{shown}\n```\n")
     return "\n".join(parts)
 
 
+def _entries(text: str) -> list[str]:
+    """The options of a help text, each with the lines of its explanation as one."""
+    return [" ".join(entry.split()) for entry in re.findall(_ENTRY, text)]
+
+
+def _without(text: str, known: set[str]) -> str:
+    """A help text without the options that `submit` explains in the same words, and without headings left empty."""
+    left = re.sub(_ENTRY, lambda match: "" if " ".join(match[0].split()) in known else match[0], text)
+    if left == text:
+        return text
+    left = re.sub(r"^\S[^\n]*:\n(?=\n|\Z)", "", left, flags=re.MULTILINE)
+    return re.sub(r"\n{3,}", "\n\n", left).strip() + "\n\nand options of submit."
+
+
+_ENTRY = re.compile(r"^  -[^\n]*\n?(?:^   [^\n]*\n?)*", re.MULTILINE)
+"""An option in a help text, with its lines."""
+
+
 def configuration_page() -> str:
-    """Every key, as a table."""
-    lines = ["| key | variable | value | default | |", "| --- | --- | --- | --- | --- |"]
+    """Every key, as a table. What it means is on the page of the command line."""
+    lines = ["| key | variable | value | default |", "| --- | --- | --- | --- |"]
     for option in Keys(ALL_OPTIONS).options():
         if not option.in_files or not option.help:
             continue
@@ -200,9 +208,8 @@ def configuration_page() -> str:
         value += ", or several" if option.repeatable else ", or true" if option.optional_value else ""
         default = default_of(option)
         shown = "" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-        text = option.help.replace("|", "\\|")
-        lines.append(f"| `{key_of(option)}` | {', '.join(variables)} | {value} | {shown} | {text} |")
-    return "\n".join([CONFIGURATION_INTRODUCTION + "## Keys\n", *lines, ""])
+        lines.append(f"| `{key_of(option)}` | {', '.join(variables)} | {value} | {shown} |")
+    return "\n".join([CONFIGURATION_INTRODUCTION, *lines, ""])
 
 
 def diagram(table: Mapping[Enum, Mapping[Enum, Enum]], first: Enum) -> str:
@@ -216,17 +223,6 @@ def diagram(table: Mapping[Enum, Mapping[Enum, Enum]], first: Enum) -> str:
         if not row:
             lines.append(f"    {state.value} --> [*]")
     return "\n".join([*lines, "```", ""])
-
-
-def rows(table: Mapping[Enum, Mapping[Enum, Enum]]) -> str:
-    """The same as a Markdown table: one row per state and event. What has no row is refused."""
-    lines = ["| state | event | next state |", "| --- | --- | --- |"]
-    lines += [
-        f"| {state.value} | {event.value} | {target.value} |"
-        for state, row in table.items()
-        for event, target in row.items()
-    ]
-    return "\n".join([*lines, ""])
 
 
 def words_of_members(path: Path, name: str) -> dict[str, str]:
@@ -274,32 +270,31 @@ def sequence() -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def states_page() -> str:
+def exit_codes_page() -> str:
+    """The exit codes, which are written by hand, and from the tables the signals and the states."""
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
     return "\n".join(
         [
-            STATES_INTRODUCTION,
-            "## A rendezvous\n\nWhat the log of a run's rounds says; the coordinator alone writes it.\n",
+            page.partition("\n## Signals\n")[0],
+            signals_section(),
+            "## States\n\nAn event that has no arrow in a state is refused.\n",
+            "### A rendezvous\n\nThe log of a run's rounds; the coordinator alone writes it.\n",
             diagram(rendezvous_state.TRANSITIONS, Status.JOINABLE),
-            rows(rendezvous_state.TRANSITIONS),
-            "## An agent\n\nWhat the agent of one node is doing.\n",
+            "### An agent\n",
             diagram(supervision.TRANSITIONS, Phase.JOINING),
-            rows(supervision.TRANSITIONS),
-            "## A fork server\n\n"
+            "### A fork server\n\n"
             "What a node's agent knows of the process that its workers are [forks of](../how-to/warm-start.md).\n",
             diagram(fork_server_states.TRANSITIONS, ServerState.OFF),
-            rows(fork_server_states.TRANSITIONS),
-            "## A rank of a wrapped call\n\n"
-            "What a rank does that [restarts in its process](../how-to/restart-in-process.md).\n",
+            "### A rank of a wrapped call\n\nA rank that [restarts in its process](../how-to/restart-in-process.md).\n",
             diagram(life.TRANSITIONS, life.CallPhase.JOINING),
-            rows(life.TRANSITIONS),
             "A call with one fault, on the ranks that stay:\n",
             sequence(),
         ]
     )
 
 
-def signals_page() -> str:
-    """The table, with what is the same for several words of Slurm's, or for both hearers, in one row."""
+def signals_section() -> str:
+    """The table, with equal rows of several of Slurm's answers, or of both hearers, in one."""
     said: dict[tuple[str, tuple[str, ...], signals.Reaction], list[str]] = {}
     for call, halves in signals.TABLE.items():
         for condition in signals.JobCondition:
@@ -311,27 +306,25 @@ def signals_page() -> str:
                 said.setdefault((call.value, tuple(hearers), row), []).append(condition.value)
     lines = []
     for (call_text, by, row), words in said.items():
-        who = "supervisor or agents" if len(by) == len(signals.HeardBy) else by[0]
-        saves = "may save first" if row.saves else "are ended"
-        asked = "whatever it says" if len(words) == len(signals.JobCondition) else "; ".join(words)
-        by_whom = _who_requeues(row, words)
-        lines.append(
-            f"| {call_text} | {who} | {asked} | {row.meaning.value} | {saves} | {row.deadline.value} | {by_whom} |"
-        )
+        who = "both" if len(by) == len(signals.HeardBy) else by[0]
+        saves = f"save, until {row.deadline.value}" if row.saves else "end"
+        asked = "any answer" if len(words) == len(signals.JobCondition) else "; ".join(words)
+        lines.append(f"| {call_text} | {who} | {asked} | {row.meaning.value} | {saves} | {_who_requeues(row, words)} |")
     return SIGNALS_INTRODUCTION + "\n".join(lines) + "\n" + SIGNALS_END
 
 
 def _who_requeues(row: signals.Reaction, words: list[str]) -> str:
     if row.meaning is signals.Meaning.CANCEL:
-        return "nobody"
-    return "Slurm has" if words == [signals.JobCondition.REQUEUED.value] else "we do"
+        return "–"
+    return "Slurm" if words == [signals.JobCondition.REQUEUED.value] else "the run"
 
 
 def known_failures_page() -> str:
     """The words that are known, as tables."""
     lines = ["| what happened | class | another try | node suspect | words |", "| --- | --- | --- | --- | --- |"]
     for row in patterns.PATTERNS:
-        texts = ", ".join(f"`{text}`" for text in row.any_of)
+        texts = ", ".join(f"`{text}`" for text in row.any_of[:MOST_TEXTS])
+        texts += f" and {more} more" if (more := len(row.any_of) - MOST_TEXTS) > 0 else ""
         kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
         tried = "yes" if row.retryable else "no"
         lines.append(f"| {row.says} | {kind} | {tried} | {'yes' if row.node_suspect else ''} | {texts} |")
@@ -414,8 +407,7 @@ PAGES = {
     "docs/reference/events.md": events_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/configuration.md": configuration_page,
-    "docs/reference/states.md": states_page,
-    "docs/reference/signals.md": signals_page,
+    "docs/reference/exit-codes.md": exit_codes_page,
     "docs/reference/known-failures.md": known_failures_page,
 }
 

@@ -13,10 +13,10 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate.py from the docstrings; do not edit. -->
 
-What a program may import; all else can change at any time. How-to pages: [hangs](../how-to/find-hangs.md),
-[saving before the end](../how-to/save-before-the-end.md), [submitting functions](../how-to/from-submitit.md),
-[agents](../how-to/use-agents-from-python.md), [torchrun's rendezvous](../how-to/torchrun-backend.md),
-[restarts within a process](../how-to/restart-in-process.md).
+What a program may import; all else can change at any time. How-to pages: [hangs](../how-to/find-hangs.md), [saving
+before the end](../how-to/save-and-resume.md#save-before-the-job-ends), [submitting
+functions](../how-to/from-submitit.md), [agents](../how-to/use-agents-from-python.md), [torchrun's
+rendezvous](../reference/rendezvous.md), [restarts within a process](../how-to/restart-in-process.md).
 """
 SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (

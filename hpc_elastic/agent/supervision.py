@@ -1,7 +1,8 @@
 """The states of an agent: its phases with the one table of what may follow, and the worker group with torch's names.
 
-docs/reference/states.md is generated from the table. `WorkerSpec` is what a group of workers is to be; `Rendezvous` is
-what an agent that is started from Python needs of its rendezvous, which may be another one than this package's.
+docs/reference/exit-codes.md is generated from the table. `WorkerSpec` is what a group of workers is to be;
+`Rendezvous` is what an agent that is started from Python needs of its rendezvous, which may be another one than
+this package's.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def status_lines(
 def status_json(
     status: RunStatus, job: JobState | None, *, seconds_left: float | None, goodput: Goodput | None = None
 ) -> dict[str, Any]:
-    """The object of docs/reference/status-json.md."""
+    """The object of docs/reference/json.md."""
     slurm: dict[str, Any] | None = None
     if job is not None:
         nodes = list(job.nodes)

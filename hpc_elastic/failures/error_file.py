@@ -5,7 +5,7 @@ The shapes that are understood, with ``E`` = ``TORCHELASTIC_ERROR_FILE``'s conte
     {"message": {"message": str, "extraInfo": {"py_callstack": str, "timestamp": "1700000000"}, "errorCode": 3}}
     {"message": str, "timestamp": 1700000000}
 
-and beside ``message`` our own object under ``hpc_elastic`` (docs/reference/error-file.md). A file that is missing,
+and beside ``message`` our own object under ``hpc_elastic`` (docs/reference/json.md). A file that is missing,
 empty, torn, foreign, unreadable or huge gives an `ErrorFile` that says so: never an exception.
 """
 

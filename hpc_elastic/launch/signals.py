@@ -3,7 +3,7 @@
 Slurm signals the tasks alone when a preemption's grace time begins, and the batch script too when it is over (seen on
 22.05, as at a cancel, a requeue and the time limit): so a signal by itself says little. Slurm gives its notice once:
 it is lost on a batch script that can't hear yet, and there is none in an allocation that was made without ``--signal``.
-docs/reference/signals.md is generated from the table.
+docs/reference/exit-codes.md is generated from the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The record that the nodes agree on, what may follow what, and the names of participants.
 
-docs/reference/states.md is generated from `TRANSITIONS`.
+docs/reference/exit-codes.md is generated from `TRANSITIONS`.
 """
 
 from __future__ import annotations

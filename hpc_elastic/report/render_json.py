@@ -1,4 +1,4 @@
-"""report.json: the whole report for programs. The schema is in docs/reference/report-json.md.
+"""report.json: the whole report for programs. The schema is in docs/reference/json.md.
 
 A record whose fields are the object's keys is written as it is (`_values`); what differs is said here.
 """

@@ -19,7 +19,10 @@ class AttemptStarted(SupervisorEvent, frozen=True, kw_only=True):
 
 
 class AttemptSuperseded(SupervisorEvent, frozen=True, kw_only=True):
-    """An earlier attempt of this run was ended by this one: see [one owner](../explanation/one-owner.md)."""
+    """An earlier attempt of this run was ended by this one.
+
+    See [two attempts at once](../explanation/when-something-dies.md#two-attempts-at-once).
+    """
 
     superseded: int
     """the earlier attempt's number"""
@@ -81,7 +84,7 @@ class SignalReceived(SupervisorEvent, frozen=True, kw_only=True, tag="notice"):
 
 
 class SignalDecided(SupervisorEvent, frozen=True, kw_only=True):
-    """The meaning of a signal for the job: [the table](signals.md)."""
+    """The meaning of a signal for the job: [the table](exit-codes.md#signals)."""
 
     call: str
     """the signal, or that the supervisor looked by itself"""

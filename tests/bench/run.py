@@ -51,7 +51,7 @@ TABLES: dict[str, tuple[Any, str, str]] = {
     "warm": (warm_start, "a warm start", "`--start-method forkserver`"),
 }
 """Part → module, what the marks around its table call it, and the table's heading."""
-SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
+SCALE_PLOT = ROOT / "docs" / "images" / "scale.svg"
 PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", *TABLES, "stop", "inprocess", "scale")
 
 
@@ -183,7 +183,7 @@ class Bench:
         if emulated:
             what = "Counted on emulated NFS, each node with a mount of its own, on one machine and by its clock:"
             lines += ["", what, "", *rendezvous_scale.emulated_table(emulated)]
-        self._show("\n".join(lines) + "\n", SCALE_DOCUMENT)
+        self._show("\n".join(lines) + "\n", DOCUMENT, "<!-- bench of scale: begin -->", "<!-- bench of scale: end -->")
         if self.options.update_docs:
             drawn = plot(rendezvous_scale.panels(rows), ours="this rendezvous", theirs="one document, compare-and-swap")
             SCALE_PLOT.write_text(drawn)

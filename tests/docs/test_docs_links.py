@@ -1,4 +1,4 @@
-"""Every relative link of the documentation leads somewhere, and every page can be reached."""
+"""Every relative link of the documentation leads somewhere, and every page is in the sidebar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -36,14 +36,9 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    reached: set[Path] = set()
-    waiting = [ROOT / "README.md"]
-    while waiting:
-        page = waiting.pop()
-        if page in reached:
-            continue
-        reached.add(page)
-        targets = ((page.parent / link.partition("#")[0]).resolve() for link in links(page))
-        waiting += [target for target in targets if target.suffix == ".md" and target.exists()]
-    assert not set(PAGES) - reached
+def test_every_page_is_in_the_sidebar_once_and_the_parts_are_in_their_order() -> None:
+    sidebar = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    named = sorted(re.findall(r"- (\S+\.md)$", sidebar, re.MULTILINE))
+    assert named == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+    parts = re.findall(r"^  - (\w[\w ]*):$", sidebar, re.MULTILINE)
+    assert parts == ["Start", "Use", "How it works", "Reference"]

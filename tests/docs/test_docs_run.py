@@ -72,7 +72,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's folder with a script, a site's file as the how-to gives it, and a run that has ended."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "train.py").write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
-    (folder / "gpu.sbatch").write_text(blocks(ROOT / "docs/reference/template.md", "bash")[0])
+    (template,) = (t for t in blocks(ROOT / "docs/how-to/submit-to-slurm.md", "bash") if "@SBATCH_LINES@" in t)
+    (folder / "gpu.sbatch").write_text(template)
     (folder / "docs").symlink_to(ROOT / "docs")
     (folder / "site.toml").write_text(blocks(ROOT / "docs/how-to/configure.md", "toml")[2])
     with pytest.MonkeyPatch.context() as patch:
@@ -221,12 +222,13 @@ def python_blocks() -> list[tuple[str, str]]:
 TAKES_MORE = {
     "from-submitit.md": "jobs: test_programs_that_submit_run, and tests/integration/test_submission_*",
     "restart-in-process.md": "a group of ranks: test_a_wrapped_function_restarts, tests/integration/test_inprocess_*",
-    "torchrun-backend.md": "a shared folder, and several processes: tests/integration/test_torch*",
+    "rendezvous.md": "a shared folder, and several processes: tests/integration/test_torch*",
     "use-agents-from-python.md": "test_a_program_that_is_an_agent_runs, tests/integration/test_local_elastic_agent.py",
 }
 """Pages whose Python needs more than a process, and who runs the like; here its names are looked up."""
-FRAMEWORKS = ("train-with-accelerate.md", "train-with-lightning.md", "train-with-transformers.md")
-"""Pages whose Python needs a framework: tests/frameworks/scripts has the same lines, and runs them."""
+FRAMEWORKS = ("accelerate", "lightning", "transformers")
+FRAMEWORKS_PAGE = "train-with.md"
+"""Its Python needs a framework: tests/frameworks/scripts has the same lines, and runs them."""
 
 
 def parsed(text: str) -> ast.Module:
@@ -239,7 +241,7 @@ def parsed(text: str) -> ast.Module:
 
 @pytest.mark.parametrize(
     ("page", "text"),
-    [found for found in python_blocks() if found[0] not in (*TAKES_MORE, *FRAMEWORKS)],
+    [found for found in python_blocks() if found[0] not in (*TAKES_MORE, FRAMEWORKS_PAGE)],
     ids=lambda value: str(value).strip()[:40],
 )
 def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,11 +260,11 @@ def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> N
     exec(compile(parsed(text), page, "exec"), {"__name__": "docs", **names})
 
 
-@pytest.mark.parametrize("page", FRAMEWORKS)
-def test_a_frameworks_page_imports_what_its_script_imports(page: str) -> None:
-    script = ROOT / "tests/frameworks/scripts" / page.replace("train-with-", "with_").replace(".md", ".py")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_frameworks_lines_import_what_its_script_imports(framework: str) -> None:
+    script = ROOT / f"tests/frameworks/scripts/with_{framework}.py"
     imports = [line for line in script.read_text(encoding="utf-8").splitlines() if "hpc_elastic" in line]
-    (text,) = [text for name, text in python_blocks() if name == page]
+    (text,) = [t for name, t in python_blocks() if name == FRAMEWORKS_PAGE and f"integrations.{framework} import" in t]
     found = [ast.unparse(node) for node in ast.walk(parsed(text)) if isinstance(node, ast.ImportFrom)]
     assert sorted(found) == sorted(imports)
 
@@ -361,7 +363,7 @@ def test_python_names_what_there_is(tmp_path: Path) -> None:
     """In one process, since several of them import torch; the stores for torch really run there."""
     code = [
         as_program(
-            "torchrun-backend.md",
+            "rendezvous.md",
             "import torch, torch.distributed\nrank, world_size = 0, 1\n",
             "total = torch.ones(1)\ntorch.distributed.all_reduce(total)\nassert total.item() == world_size\n"
             "torch.distributed.destroy_process_group()\n"

@@ -1,4 +1,4 @@
-"""A real run passes through the functions of docs/explanation/how-*.md in their order."""
+"""A real run passes through the functions of docs/explanation/ways.md in their order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
-from tests.rigs.ways import PAGES, ROOT, Tracer, first_missing, read_way
+from tests.rigs.ways import ROOT, Tracer, first_missing, read_way
 
 _MEET = 'tell("here"); others_in_round()\n'
 
 
 def test_a_killed_workers_restart(tmp_path: Path) -> None:
-    steps = read_way(PAGES / "how-a-restart-works.md")
+    steps = read_way("How a restart works")
     tracer = Tracer(tmp_path / "trace", steps)
     with LocalRun(tmp_path, _MEET + 'wait_for("end")\n', environ=tracer.environ(str(ROOT))) as run:
         run.wait_moments("here", count=2, round_index=0)
@@ -38,7 +38,7 @@ def test_a_killed_workers_restart(tmp_path: Path) -> None:
 
 
 def test_an_exceptions_line_in_the_report(tmp_path: Path) -> None:
-    steps = read_way(PAGES / "how-a-failure-reaches-the-report.md")
+    steps = read_way("How a failure reaches the report")
     tracer = Tracer(tmp_path / "trace", steps)
     script = _MEET + 'if ROUND == 0 and RANK == 1: wait_for("fail"); raise ValueError("planted")\nwait_for("end")\n'
     with LocalRun(tmp_path, script, environ=tracer.environ(str(ROOT))) as run:
@@ -56,7 +56,7 @@ def test_an_exceptions_line_in_the_report(tmp_path: Path) -> None:
 
 
 def test_a_stopped_nodes_loss(tmp_path: Path) -> None:
-    steps = read_way(PAGES / "how-a-lost-node-is-found.md")
+    steps = read_way("How a lost node is found")
     tracer = Tracer(tmp_path / "trace", steps)
     script = _MEET + 'wait_for("end")\n'
     with LocalRun(tmp_path, script, nodes=3, min_nodes=2, heartbeat_ttl=30.0, environ=tracer.environ(str(ROOT))) as run:

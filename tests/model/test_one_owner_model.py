@@ -1,5 +1,5 @@
 """At most one attempt's workers run: agents of one attempt, and the supervisor of the next, at any moment and crashed
-after every write. The guarantee is docs/explanation/one-owner.md's."""
+after every write. The guarantee is docs/explanation/when-something-dies.md's."""
 
 from __future__ import annotations
 

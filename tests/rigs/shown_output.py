@@ -10,7 +10,8 @@ A block of output stands below a mark that names the session that printed it::
 Every line of a block must be a line of that session, and the lines of one source (``[node0]``, ``[node0:0]``, the
 report) stand in its order; a block may leave lines out. Ids, times, durations, pids, ports and versions are normalised,
 and so is which of two true lines a race printed (`RACES`). A block marked ``<!-- output: convert, whole -->`` shows all
-lines. In a block of commands the lines after ``$ `` are output.
+lines. In a block of commands the lines after ``$ `` are output. A line that is longer than `WIDTH` goes on below, after
+``↪``.
 
 ``--update-docs`` has the test write the lines anew: a line that was not printed is replaced by the most similar one.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import difflib
 import re
 import socket
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 GENERATED = {ROOT / "docs" / "reference" / "cli.md"}
 """Its blocks are written by docs/generate.py, and compared there."""
+
+WIDTH = 88
+"""Characters of a code block's line that a page has room for."""
+_GOES_ON = "    ↪ "
 
 _FENCE = re.compile(
     r"(?:^(?P<indent> *)<!-- output: (?P<session>[\w-]+)(?P<whole>, whole)? -->\n)?"
@@ -115,7 +121,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
             session=match["session"] or "",
             whole=match["whole"] is not None,
             language=match["language"],
-            text=match["text"],
+            text=re.sub(rf"\n{_GOES_ON}", " ", match["text"]),
             span=match.span("text"),
         )
 
@@ -162,11 +168,11 @@ class Session:
     def updated(self, block: Block) -> str:
         """A block's text with this session's lines."""
         if block.whole:
-            return "".join(f"{line}\n" for line in self.lines() if line)
+            return "".join(f"{fitted(line)}\n" for line in self.lines() if line)
         shown, printed, reached, found = block.shown, self.lines(), defaultdict(int), []
         for line in block.text.splitlines():
             if line not in shown:
-                found.append(line)
+                found.append(fitted(line))
                 continue
             source = _source(line)
             rest = [
@@ -177,7 +183,7 @@ class Session:
             ratio, number, other = max(alike, default=(0.0, 0, ""))
             assert ratio >= _LEAST_ALIKE, f"{block.where}: nothing like this line was printed: {line}"
             reached[source] = 1 - number
-            found.append(other)
+            found.append(fitted(other))
         return "".join(f"{line}\n" for line in found)
 
     def _alike(self, one: str, other: str) -> float:
@@ -189,6 +195,13 @@ class Session:
         for pattern, replacement in (*_RULES, *RACES):
             key = pattern.sub(replacement, key)
         return key
+
+
+def fitted(line: str) -> str:
+    """A line as a page shows it."""
+    return textwrap.fill(
+        line, WIDTH, subsequent_indent=_GOES_ON, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
 
 
 def _source(line: str) -> str:

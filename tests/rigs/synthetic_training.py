@@ -66,7 +66,7 @@ def main() -> None:
         dist.barrier()  # nobody begins an epoch whose predecessor another start would not find
     if RANK == 0:
         print(f"final: epoch={args.epochs} ranks={WORLD} device={device.type}", flush=True)
-    del ddp  # the group's last holder must not be DDP: see docs/how-to/train-with-ddp.md
+    del ddp  # the group's last holder must not be DDP: see docs/how-to/train-with.md
     dist.destroy_process_group()
 
 

@@ -1,5 +1,5 @@
-"""The ways of docs/explanation: pages that list functions in the order in which one event passes through them, and the
-calls of a real run that they are compared with.
+"""The ways of docs/explanation/ways.md: tables that list functions in the order in which one event passes through
+them, and the calls of a real run that they are compared with.
 
 The product has no hook for this. `Tracer` puts a ``sitecustomize.py`` on the path of a run, which has every process of
 it write a line for each call of a listed function.
@@ -18,7 +18,8 @@ from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "explanation"
-MOST_STEPS = 20
+WAYS = PAGES / "ways.md"
+MOST_STEPS = 13
 _ROW = re.compile(r"^\| *(\d+) *\| *\[`([\w.]+)`\]\(([^)\s]+)\) *\| *([^|]*?) *\|", re.MULTILINE)
 
 _SITECUSTOMIZE = """
@@ -53,7 +54,7 @@ sys.setprofile(profile)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One row of a page."""
+    """One row of a table."""
 
     number: int
     name: str
@@ -94,11 +95,11 @@ class Call:
     key: str
 
 
-def read_way(page: Path) -> list[Step]:
-    """The rows of a page's table: number, linked function, process."""
-    text = page.read_text(encoding="utf-8")
+def read_way(title: str) -> list[Step]:
+    """The rows of the table below a heading: number, linked function, process."""
+    text = WAYS.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     return [
-        Step(number=int(number), name=name, path=(page.parent / path).resolve(), where=where)
+        Step(number=int(number), name=name, path=(PAGES / path).resolve(), where=where)
         for number, name, path, where in _ROW.findall(text)
     ]
 

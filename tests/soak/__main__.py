@@ -5,7 +5,7 @@
     python -m tests.soak --minutes 30 --seed 7
     python -m tests.soak --seed 7 --list 40              what it would do
     python -m tests.soak --kinds kill-worker,kill-srun --minutes 5
-    python -m tests.soak --minutes 30 --update-docs      and put its table into docs/explanation/soak.md
+    python -m tests.soak --minutes 30 --update-docs      and put its table into docs/benchmarks.md
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.soak.faults import parse_kinds, plan
 from tests.soak.soak import EXTRA_LINES, SLURM_CONF, Size, Soak, SoakResult
 from tests.soak.table import table, update
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "soak.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

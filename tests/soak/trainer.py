@@ -143,7 +143,7 @@ def main():
     if RANK == 0:
         journal.note(final=step, loss_sum=loss_sum)
         print(f"final: step={step} loss_sum={loss_sum!r}", flush=True)
-    del ddp  # the group's last holder must not be DDP: see docs/how-to/train-with-ddp.md
+    del ddp  # the group's last holder must not be DDP: see docs/how-to/train-with.md
     dist.destroy_process_group()
 
 

@@ -232,14 +232,14 @@ def test_every_decision_about_the_queue_has_its_sentence(action: RequeueAction) 
 
 
 DESCRIBED: dict[type[Enum], str] = {
-    Category: "error-file.md",
-    Cause: "report-json.md",
-    Confidence: "report-json.md",
-    EvidenceSource: "error-file.md",
-    FailureClass: "error-file.md",
+    Category: "json.md",
+    Cause: "json.md",
+    Confidence: "json.md",
+    EvidenceSource: "json.md",
+    FailureClass: "json.md",
     GivenUp: "events.md",
     Outcome: "events.md",
-    RunState: "status-json.md",
+    RunState: "json.md",
 }
 """The page that says what an enum's values mean."""
 

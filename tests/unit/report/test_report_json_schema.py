@@ -23,7 +23,7 @@ from tests.browser.sample_runs import agents, collectives_run, hung_run, requeue
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 from tests.unit.report.test_report_advice import failing_run
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reference" / "report-json.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reference" / "json.md"
 
 INT, TEXT, NUMBER, BOOL = "int", "str", "float|int", "bool"
 LOSS: dict[str, Any] = {
@@ -376,7 +376,7 @@ def test_times_are_numbers_of_nanoseconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_each_section_of_the_document_lists_its_keys(name: str) -> None:
     text = DOCUMENT.read_text()
-    title = re.escape(f"# {name}" if name == "report.json" else f"## `{name}`")
+    title = re.escape(f"## {name}" if name == "report.json" else f"### {name}")
     found = re.search(rf"^{title}$(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found is not None
     columns = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", found[1], re.MULTILINE)

@@ -294,7 +294,7 @@ def test_every_json_key_is_documented(builder: RunBuilder) -> None:
     exhausted_run(builder)
     builder.event(0, "agent", 0, 80, "node_lost", round=3, node=1, host="n2", age=1.0)
     builder.event(0, "supervisor", -1, 80, "agent_ended", node=1, name="n2", code=137)
-    text = (Path(__file__).resolve().parents[3] / "docs/reference/report-json.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "docs/reference/json.md").read_text()
 
     def keys(value: object) -> set[str]:
         if isinstance(value, dict):
