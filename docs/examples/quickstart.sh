@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The first run: installs into .venv (once), then trains a small network on 4 local "nodes" and has one worker killed on
-# the way, so that you see what happens. Needs no Slurm. Takes a minute or two after the installation.
+# The first run: installs into .venv (once; it says how much it downloads), then trains a small network on 4 local
+# "nodes" and has one worker killed on the way, so that you see what happens. Needs no Slurm. Takes a minute or two after
+# the installation.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 # shellcheck source=docs/examples/setup-venv.sh
@@ -14,7 +15,7 @@ command=(.venv/bin/hpc-elastic run --cluster local --nodes 4 --nproc-per-node 1 
 
 cat <<TEXT
 
-Training on 4 local nodes with 1 worker each. In epoch 4, rank 2 kills itself; watch the others go on with a new one.
+Training on 4 local nodes with 1 worker each, in $work. In epoch 4, rank 2 kills itself; watch the others go on with a new one.
 
     ${command[*]}
 
@@ -23,7 +24,7 @@ TEXT
 code=$?
 cat <<TEXT
 
-The run ended with exit code $code. Everything about it is in $work/runs; read its report again with:
+The run ended with exit code $code. Everything about it is in $work ($(du -sh "$work" | cut -f 1)); read its report again with:
 
     .venv/bin/hpc-elastic report $work/runs/*
 TEXT

@@ -50,7 +50,7 @@ def read_command_line(
     try:
         given = parse(argv, options, refused=REFUSED, elsewhere=others, unneeded=UNNEEDED)
     except HelpWanted as wanted:
-        _print_help(subcommand, help_, [option for option in options if subcommand not in option.ignored_by], wanted)
+        _print_help(subcommand, help_, options, wanted, own)
         return None
     here = current_directory(env)
     parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=sorted(left_out), yields=SBATCH_VARIABLES).parsed
@@ -60,9 +60,29 @@ def read_command_line(
     return replace(parsed, values={**parsed.values, **mine}, sources={**given.sources, **parsed.sources})
 
 
-def _print_help(subcommand: str, help_: Help, taken: Sequence[Option], wanted: HelpWanted) -> None:
-    options = [option for option in taken if option.help]
-    shown = options if wanted.everything else [option for option in options if option.common]
+_FIRST = ("nodes", "gpus_per_node", "nproc_per_node", "time", "partition", "max_restarts")
+_FIRST_HERE = ("nodes", "nproc_per_node", "cluster", "runs_dir", "module", "max_restarts")
+"""For ``run`` and ``agent``, where Slurm has given the job already."""
+_THEN = ("setup", "export", "container_image", "hangs")
+
+
+def _print_help(
+    subcommand: str, help_: Help, taken: Sequence[Option], wanted: HelpWanted, own: Sequence[Option] = ()
+) -> None:
+    """Every option in its group; or this subcommand's `own`, the six that matter most, and a few more."""
+    options = [option for option in taken if option.help and subcommand not in option.ignored_by]
+    if wanted.everything:
+        sections = {group.value: [option for option in options if option.group is group] for group in Group}
+    else:
+        by_dest = {option.dest: option for option in options if option not in own}
+        first = ("profile",) if subcommand == "config" else _FIRST if "partition" in by_dest else _FIRST_HERE
+        sections = {
+            Group.SHOWN.value: list(own),
+            "options that matter most": [by_dest[dest] for dest in first if dest in by_dest],
+            "often needed, too": [by_dest[dest] for dest in _THEN if dest in by_dest and not own],
+        }
+    sections = {title: found for title, found in sections.items() if found}
+    shown = [option for found in sections.values() for option in found]
     ending = (
         "Long options are taken with - and with _. Each option can also be set in a configuration file or by a "
         "variable: --max-restarts is HPC_ELASTIC_MAX_RESTARTS (hpc-elastic config shows each value and where it comes "
@@ -72,7 +92,7 @@ def _print_help(subcommand: str, help_: Help, taken: Sequence[Option], wanted: H
         ending += " A variable in brackets, as in [PET_NNODES], is one of torchrun's for the same option."
     if len(shown) < len(options):
         ending += f" hpc-elastic {subcommand} --help-all shows all {len(options)} options."
-    sys.stdout.write(render_help(replace(help_, ending=ending), shown, width=get_terminal_size().columns))
+    sys.stdout.write(render_help(replace(help_, ending=ending), sections, width=get_terminal_size().columns))
 
 
 HELP = Help(
@@ -87,11 +107,11 @@ HELP = Help(
     ),
 )
 OPTIONS = (
-    define(Group.SHOWN, "--json", in_files=False, common=True,
+    define(Group.SHOWN, "--json", in_files=False,
         help="print one JSON object"),
-    define(Group.SHOWN, "--all", in_files=False, common=True,
+    define(Group.SHOWN, "--all", in_files=False,
         help="show settings without a value as well"),
-    *(replace(option, common=option.dest == "profile") for option in ALL_OPTIONS if option.dest != "dry_run"),
+    *(option for option in ALL_OPTIONS if option.dest != "dry_run"),
 )  # fmt: skip
 
 
@@ -104,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         given = parse(argv, OPTIONS, refused=REFUSED, unneeded=UNNEEDED)
     except HelpWanted as wanted:
-        _print_help("config", HELP, OPTIONS, wanted)
+        _print_help("config", HELP, OPTIONS, wanted, OPTIONS[:2])
         return 0
     env = os.environ
     found = resolve(given, ALL_OPTIONS, env=env, here=current_directory(env), yields=SBATCH_VARIABLES)

@@ -53,11 +53,11 @@ HELP = Help(
     ),
 )
 OPTIONS = (
-    define(Group.JOB, "-N", "--nodes", metavar="N|MIN-MAX", in_files=False, common=True,
+    define(Group.JOB, "-N", "--nodes", metavar="N|MIN-MAX", in_files=False,
         help="examine so many nodes too, in a short job (default: no job; this host is judged for a run of 2)"),
-    define(Group.SHOWN, "--json", in_files=False, common=True,
+    define(Group.SHOWN, "--json", in_files=False,
         help="print one JSON object, with what each node measured"),
-    define(Group.SHOWN, "--save", metavar="user|site", optional_value=True, in_files=False, common=True,
+    define(Group.SHOWN, "--save", metavar="user|site", optional_value=True, in_files=False,
         help="keep what was found, for this account or, as --save=site, for all: submit then warns by it"),
 )  # fmt: skip
 

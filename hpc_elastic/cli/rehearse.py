@@ -49,7 +49,7 @@ HELP = Help(
 
 OPTIONS = tuple(
     define(
-        Group.SHOWN, f"--{name}", metavar=metavar, repeatable=text.endswith("repeatable"), in_files=False, common=True,
+        Group.SHOWN, f"--{name}", metavar=metavar, repeatable=text.endswith("repeatable"), in_files=False,
         help=text,
     )
     for name, metavar, text in (

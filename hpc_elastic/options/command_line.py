@@ -10,7 +10,7 @@ import click
 from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.table import Group, Option, Parsed, nearest, remark_on
+from hpc_elastic.options.table import Option, Parsed, nearest, remark_on
 
 _LEAST_WIDTH, _MOST_WIDTH = 40, 120
 
@@ -170,22 +170,21 @@ def _unknown(
     return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")
 
 
-def render_help(help_: Help, options: Sequence[Option], *, width: int) -> str:
-    """The text of ``--help``, `width` columns wide: no line is longer, unless one word is."""
+def render_help(help_: Help, sections: Mapping[str, Sequence[Option]], *, width: int) -> str:
+    """The text of ``--help``, `width` columns wide: no line is longer, unless one word is.
+
+    `sections`: title → options.
+    """
     whole = str.maketrans("-", "\u2011")  # click breaks lines at hyphens: --sbatch-/arg
     formatter = click.HelpFormatter(width=min(max(width, _LEAST_WIDTH), _MOST_WIDTH) - 1)
     program, _, arguments = help_.usage.partition(" ")
     formatter.write_usage(program, arguments, prefix="usage: ")
     formatter.write_paragraph()
     formatter.write_text(help_.description.translate(whole))
-    for group in Group:
-        if rows := [
-            (_left(option), f"{option.help}{f' [{option.env}]' if option.env else ''}".translate(whole))
-            for option in options
-            if option.group is group
-        ]:
-            with formatter.section(group.value):
-                formatter.write_dl(rows, col_max=formatter.width // 3)
+    for title, options in sections.items():
+        with formatter.section(title):
+            rows = [(_left(option), f"{option.help}{f' [{option.env}]' if option.env else ''}") for option in options]
+            formatter.write_dl([(left, text.translate(whole)) for left, text in rows], col_max=formatter.width // 3)
     if help_.examples:
         with formatter.section("examples"):
             for command, does in help_.examples:

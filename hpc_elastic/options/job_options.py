@@ -45,7 +45,6 @@ _PLAIN: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     )
 }
 """Those that sbatch gets as they are, and that the help shows."""
-_COMMON = ("partition", "account", "time", "job_name", "cpus_per_task", "gpus_per_node", "mem")
 _IGNORED_BY: Mapping[str, tuple[str, ...]] = {"job_name": (), "exclude": ("agent",), "nodelist": ("agent",)}
 """The exceptions; all others are ignored by ``run`` and ``agent``."""
 
@@ -87,10 +86,10 @@ def _as_it_is(word: str) -> Option:
 
 OPTIONS = (
     define(Group.JOB, "-N", "--nodes", "--nnodes", metavar="N|MIN-MAX", env="PET_NNODES", parse=parse_nodes,
-        sbatch=True, common=True,
+        sbatch=True,
         help="number of nodes; with a range (2-4 or 2:4) the run continues with fewer when nodes are lost (default 1)"),
     define(Group.RECOVERY, "--spares", metavar="K",
-        parse=whole(least=0, most=MAX_NODES, wanted="a number of nodes, 0 or more"), in_spec=True, common=True,
+        parse=whole(least=0, most=MAX_NODES, wanted="a number of nodes, 0 or more"), in_spec=True,
         help="nodes beyond --nodes that wait to replace lost ones (default 0)"),
     define(Group.RECOVERY, "--segment", metavar="K",
         parse=whole(least=1, most=MAX_NODES, wanted="a number of nodes, 1 or more"),
@@ -98,7 +97,7 @@ OPTIONS = (
         "(default 1)"),
     *(
         Option(
-            names=names, dest=dest, metavar=metavar, group=Group.JOB, help=text, sbatch=True, common=dest in _COMMON,
+            names=names, dest=dest, metavar=metavar, group=Group.JOB, help=text, sbatch=True,
             ignored_by=_IGNORED_BY.get(dest, ("run", "agent")),
             slurm_only=dest != "job_name", parse=check_time_option if dest == "time" else None,
         )
@@ -123,10 +122,10 @@ OPTIONS = (
         help="nodes that a requeue excludes (lost, unfit, or where failures began): run, those of the run's last H "
         "hours (the default, 24), at most a share S of all nodes (0.33); off, none"),
     define(Group.RECOVERY, "--grace", metavar="SECONDS",
-        parse=whole(least=1, most=_MAX_GRACE, wanted=f"whole seconds from 1 to {_MAX_GRACE}"), common=True,
+        parse=whole(least=1, most=_MAX_GRACE, wanted=f"whole seconds from 1 to {_MAX_GRACE}"),
         help="notice before the time limit, for a last checkpoint (default 120; Slurm may send it 60 s early)"),
     define(Group.JOB, "--sbatch-arg", dest="sbatch_args", metavar="ARG", repeatable=True, executes=True, in_spec=True,
-        sbatch=True, slurm_only=True, common=True, ignored_by=("run", "agent"),
+        sbatch=True, slurm_only=True, ignored_by=("run", "agent"),
         help="option of a newer sbatch, as in --sbatch-arg=--name=value; repeatable. Any option of today's sbatch is "
         "taken as it is, as in --licenses matlab:2"),
     define(Group.JOB, "--srun-arg", dest="srun_args", metavar="ARG", repeatable=True, executes=True, in_spec=True,
@@ -134,11 +133,11 @@ OPTIONS = (
         help="option for the srun that starts the agents; repeatable"),
     define(Group.RUN, "--profile", metavar="NAME", in_files=False,
         help="also read the [profile.NAME] tables of the configuration files [HPC_ELASTIC_PROFILE]"),
-    define(Group.RUN, "--cluster", metavar="auto|slurm|local", parse=one_of(Cluster), common=True,
+    define(Group.RUN, "--cluster", metavar="auto|slurm|local", parse=one_of(Cluster),
         ignored_by=("agent",),
         help="where to run: slurm, local (this machine), or auto (the default): Slurm if there is an sbatch, else "
         "local"),
-    define(Group.RUN, "--runs-dir", "--log-dir", metavar="DIR", env="PET_LOG_DIR", path=True, common=True,
+    define(Group.RUN, "--runs-dir", "--log-dir", metavar="DIR", env="PET_LOG_DIR", path=True,
         help="where run directories are created; all nodes must see it (default ./runs)"),
     define(Group.RUN, "--run-id", "--rdzv-id", metavar="ID", env="PET_RDZV_ID", in_files=False, parse=_parse_run_id,
         in_spec=True,
@@ -149,11 +148,11 @@ OPTIONS = (
         help="accept a run directory that seems to be visible on this machine only"),
     define(Group.RUN, "--template", metavar="FILE", path=True, executes=True, slurm_only=True, submit_only=True,
         help="your own batch script, with the placeholders @SBATCH_LINES@ and @COMMAND@"),
-    define(Group.RUN, "--dry-run", in_files=False, submit_only=True, common=True,
+    define(Group.RUN, "--dry-run", in_files=False, submit_only=True,
         help="print the plan and the batch script, and change nothing"),
     define(Group.RUN, "--wait", slurm_only=True, submit_only=True,
         help="wait until the run ends, through requeues, and exit with its code"),
-    define(Group.RUN, "--follow", slurm_only=True, submit_only=True, common=True,
+    define(Group.RUN, "--follow", slurm_only=True, submit_only=True,
         help="--wait, and print the job log as it grows"),
 )  # fmt: skip
 

@@ -66,8 +66,6 @@ class Option(Struct, frozen=True, kw_only=True):
     """``run`` and ``agent`` do not take it."""
     ignored_by: tuple[str, ...] = ()
     """Subcommands that accept it, and do nothing with it: their help leaves it out."""
-    common: bool = False
-    """Among the options that most people use: in the short help."""
 
 
 def define(group: Group, *names: str, dest: str = "", **facts: Any) -> Option:

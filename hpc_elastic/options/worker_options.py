@@ -65,16 +65,15 @@ def parse_texts(text: str, option: str) -> tuple[str, ...]:
 
 OPTIONS = (
     define(Group.WORKERS, "--nproc-per-node", metavar="N|auto|gpu|cpu", env="PET_NPROC_PER_NODE", parse=parse_nproc,
-        in_spec=True, common=True,
+        in_spec=True,
         help="workers on each node (default: one for each GPU that Slurm allocated, else 1); without Slurm auto is "
         "the machine's GPUs, else its CPUs"),
     define(Group.RECOVERY, "--max-restarts", metavar="N", env="PET_MAX_RESTARTS", parse=_COUNT, in_spec=True,
-        common=True,
         help="restarts of the workers within one attempt, all nodes together (default 3)"),
     define(Group.RECOVERY, "--restart-policy", metavar="processes|in-process", parse=one_of(RestartWith), in_spec=True,
         help="processes (the default): after a failure all workers restart; in-process: only the failed worker is "
         "replaced, at most --max-restarts times on a node, in scripts that use hpc_elastic.inprocess"),
-    define(Group.RECOVERY, "--max-requeues", metavar="N", parse=_COUNT, in_spec=True, common=True,
+    define(Group.RECOVERY, "--max-requeues", metavar="N", parse=_COUNT, in_spec=True,
         help="requeues of the job: attempts after the first one (default 3)"),
     define(Group.RECOVERY, "--max-same-failures", metavar="N", parse=_COUNT, in_spec=True,
         help="give up after N identical failures without progress (default 2; 0: never)"),
@@ -91,7 +90,7 @@ OPTIONS = (
         help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by section, "
         "as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: none; --hangs needs no "
         "heartbeats)"),
-    define(Group.HANGS, "--hangs", metavar="observe|act[:SECONDS]", parse=parse_hangs, in_spec=True, common=True,
+    define(Group.HANGS, "--hangs", metavar="observe|act[:SECONDS]", parse=parse_hangs, in_spec=True,
         help="when no worker makes progress for 300 s or SECONDS, and for three times as long as the run has ever "
         "paused: observe (the default), the job log, status and the report show it, with the rank that the others "
         "wait for; act, the workers also leave their stacks and are started again; the script needs no change"),
@@ -109,7 +108,7 @@ OPTIONS = (
         help="time limit of --health-check; a check that takes longer has failed (default 30)"),
     define(Group.OUTPUT, "--metrics", metavar="prometheus:FILE.prom", parse=parse_metrics, in_spec=True,
         help="file to which each agent writes its metrics; {host} in FILE is the node's name (default: none)"),
-    define(Group.WORKERS, "-m", "--module", env="PET_MODULE", executes=True, common=True,
+    define(Group.WORKERS, "-m", "--module", env="PET_MODULE", executes=True,
         help="SCRIPT is the name of a module, as for python -m"),
     define(Group.WORKERS, "--no-python", env="PET_NO_PYTHON", executes=True,
         help="SCRIPT is a command and is not run by Python"),

@@ -1,4 +1,4 @@
-"""The set-up for somebody who may not install packages: Debian's Python and pip, unpacked beside the code."""
+"""The set-up: the torch that is there, and Debian's Python and pip unpacked beside the code where there is none."""
 
 from __future__ import annotations
 
@@ -93,3 +93,33 @@ def test_elsewhere_it_fails_quietly(bare: Path) -> None:
     (bare.parent / "fakes" / "dpkg-deb").unlink()
     done = call(bare, "debian_unpack python3")
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "shared"), [("2.4.0a0+nv", "", True), ("2.3.1", "", False), ("2.9.0", "torch==2.8", False)]
+)
+def test_the_active_environments_torch_is_used_where_it_is_new_enough(
+    tmp_path: Path, version: str, wanted: str, shared: bool
+) -> None:
+    active = tmp_path / "active"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(active)], check=True)
+    (site,) = active.glob("lib/python*/site-packages")
+    (site / "torch").mkdir()
+    (site / "torch/__init__.py").write_text(f"__version__ = '{version}'\n")
+    script = f"""
+cd '{EXAMPLES.parents[1]}' && . docs/examples/setup-venv.sh && cd '{tmp_path}'
+python=$(find_python) && "$python" -m venv --without-pip .venv
+[ -n "${{HPC_ELASTIC_TORCH:-}}" ] || share_torch "$python"
+echo "$python"; .venv/bin/python -c 'import torch; print(torch.__file__)'
+"""
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={"PATH": f"{active}/bin:{os.environ['PATH']}", "HPC_ELASTIC_TORCH": wanted},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    assert ("ModuleNotFoundError" in done.stderr) == (not shared), done.stderr
+    assert lines[1:] == ([f"{site}/torch/__init__.py"] if shared else [])
+    if shared or wanted:
+        assert lines[0] == f"{active}/bin/python"

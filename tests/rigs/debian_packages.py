@@ -24,9 +24,11 @@ def install(packages: Iterable[str]) -> None:
         os.chmod(policy, 0o755)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     try:
-        subprocess.run(["apt-get", "update", "-q"], check=True, env=environment, stdout=sys.stderr)
+        subprocess.run(
+            ["apt-get", "update", "-q"], check=True, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr
+        )
         command = ["apt-get", "install", "-q", "-y", "--no-install-recommends", *wanted]
-        subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+        subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     finally:
         if made_policy:
             os.unlink(policy)

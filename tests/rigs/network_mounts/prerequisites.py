@@ -20,6 +20,8 @@ _EVERY_KIND = {
     "tc": "iproute2",
     "iptables": "iptables",
 }
+PACKAGES = frozenset((*(name for kind in KINDS.values() for name in kind.packages.values()), *_EVERY_KIND.values()))
+"""Debian's, for all kinds."""
 
 
 @functools.cache
@@ -45,7 +47,5 @@ def require_mounts(kind: str) -> None:
 
 def install_prerequisites() -> None:
     """Install the Debian packages that are missing."""
-    debian_packages.install(
-        {package for kind in KINDS.values() for package in kind.packages.values()} | set(_EVERY_KIND.values())
-    )
+    debian_packages.install(PACKAGES)
     missing_prerequisites.cache_clear()

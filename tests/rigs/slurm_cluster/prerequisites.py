@@ -26,7 +26,7 @@ PACKAGES = {
 }
 """Program → the Debian package that has it."""
 
-OTHER_PACKAGES = ("python3-venv",)
+ALL_PACKAGES = (*PACKAGES.values(), "python3-venv")
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -64,5 +64,5 @@ def must_run(environment: Mapping[str, str]) -> bool:
 
 def install_prerequisites() -> None:
     """Install the Debian packages that are missing."""
-    debian_packages.install((*PACKAGES.values(), *OTHER_PACKAGES))
+    debian_packages.install(ALL_PACKAGES)
     missing_prerequisites.cache_clear()

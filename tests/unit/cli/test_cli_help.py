@@ -42,11 +42,34 @@ def test_no_line_is_wider_than_the_terminal(
     assert len(wide) <= 2  # a metavar of one word
 
 
-def test_the_short_help_has_twenty_options_and_three_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(capsys, "submit", "--help")
-    assert len(named(text)) == 20
-    assert len(re.findall(r"(?m)^  hpc-elastic submit ", text)) == 3
-    assert "hpc-elastic submit --help-all" in " ".join(text.split())
+def sections(text: str) -> dict[str, list[str]]:
+    """Title → its options, in order."""
+    parts = re.split(r"(?m)^(\S.*):$", text)[1:]
+    return {
+        title: re.findall(r"(?m)^  (?:-\w, )?(--[a-z-]+)", part)
+        for title, part in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+THEN = ["--setup", "--export", "--container-image", "--hangs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("submit", "--nodes --gpus-per-node --nproc-per-node --time --partition --max-restarts", THEN),
+        ("run", "--nodes --nproc-per-node --cluster --runs-dir --module --max-restarts", [*THEN[:1], *THEN[2:]]),
+        ("rehearse", "--nodes --gpus-per-node --nproc-per-node --time --partition --max-restarts", None),
+    ],
+)
+def test_the_short_help_begins_with_six_options(
+    capsys: pytest.CaptureFixture[str], name: str, first: str, then: list[str] | None
+) -> None:
+    text = help_of(capsys, name, "--help")
+    found = sections(text)
+    assert found["options that matter most"] == first.split()
+    assert found.get("often needed, too") == then
+    assert f"hpc-elastic {name} --help-all" in " ".join(text.split())
     assert "--segment" not in text
 
 
