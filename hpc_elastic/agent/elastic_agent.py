@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import logging
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from hpc_elastic.agent.supervision import (
     WorkerState,
 )
 from hpc_elastic.base import codec
-from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock, SystemClock, pause
 from hpc_elastic.base.host_facts import candidate_addresses, choose_master_address
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.rendezvous.ranks import RankLayout, layout_of
@@ -113,7 +112,6 @@ class SimpleElasticAgent(ElasticAgent):
         self._clock = clock or SystemClock()
         self._figures = RoundFigures(metrics, role=spec.role, clock=self._clock)
         self._failed_last = False
-        self._never = threading.Event()
 
     # -- what a subclass defines ---------------------------------------------------------------------------------
 
@@ -144,7 +142,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _wait_for_news(self, group: WorkerGroup, seconds: float) -> None:
         """Wait until something may have happened to the workers, for `seconds` at most."""
-        self._clock.wait(self._never, seconds)
+        pause(self._clock, seconds)
 
     # -- the agent -----------------------------------------------------------------------------------------------
 
@@ -307,7 +305,7 @@ class SimpleElasticAgent(ElasticAgent):
                     group_rank=from_rank,
                     seconds=EXCHANGE_SECONDS,
                 )
-            self._clock.wait(self._never, delay)
+            pause(self._clock, delay)
             delay = min(_LONGEST_LOOK, 2 * delay)
         return value
 
@@ -334,7 +332,7 @@ class SimpleElasticAgent(ElasticAgent):
                     self._exit_barrier_timeout,
                 )
                 return True
-            self._clock.wait(self._never, delay)
+            pause(self._clock, delay)
             delay = min(_LONGEST_LOOK, 2 * delay)
 
     def _round_is_over(self, group: WorkerGroup) -> bool:

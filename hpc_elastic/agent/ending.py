@@ -18,6 +18,7 @@ from hpc_elastic.agent.checkpoints import notice_of
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.round_events import log_coordination
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.outcome import (
     REFUSED_CODE,
     STORE_LOST_CODE,
@@ -27,7 +28,6 @@ from hpc_elastic.base.outcome import (
     Outcome,
 )
 from hpc_elastic.base.self_command import own_command
-from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED, EndClaimed, EndUnclaimed

@@ -1,8 +1,8 @@
 """The fork server of one node, seen from its agent: started, heard, asked for workers, and replaced where it ends.
 
-It imports while the rendezvous is under way; `handle` is called whenever `fileno` is readable, and at `due`. What it
-does is in `hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most: `why_fresh` holds the
-reason, and `fork_server_states` every way from one state to another.
+It imports while the rendezvous is under way; `handle` is called when it is readable, and at `due`. What it does is in
+`hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most: `why_fresh` holds the reason, and
+`fork_server_states` every way from one state to another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from hpc_elastic.agent.script_text import late_settings, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
 from hpc_elastic.run.event_types import AgentEvent
@@ -161,7 +161,6 @@ class ForkServer(ProcessPart):
         if not why:
             try:
                 self._process, self._control = start_process(self._launch, self._files)
-                self._readable.register(self._control, select.EPOLLIN)
                 self._oom_kills = oom_kill_count() or 0
             except OSError as error:
                 why = f"it can't be started: {error}"
@@ -307,7 +306,6 @@ class ForkServer(ProcessPart):
 
     def close(self) -> None:
         self._end()
-        self._readable.close()
 
     def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         assert self._control is not None
@@ -369,13 +367,9 @@ class ForkServer(ProcessPart):
 
     def _gather(self, pending: Sequence[PendingFork]) -> list[WorkerProcess | None]:
         deadline = self._clock.monotonic() + FORK_SECONDS
-        poll = select.poll()
         waiting = {each.gate.fileno(): each for each in pending if each.gate is not None and not each.why}
-        for fd in waiting:
-            poll.register(fd, select.POLLIN)
         while waiting and (left := deadline - self._clock.monotonic()) > 0:
-            for fd, _ in poll.poll(left * 1000):
-                poll.unregister(fd)
+            for fd in wait_readable(waiting, left):
                 waiting.pop(fd).hear()
         for each in waiting.values():
             each.why = f"the fork server has not answered for {FORK_SECONDS:g} s"

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import is_refusal
+from hpc_elastic.base.file_executor import describe_no_descriptor, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import available_memory
+from hpc_elastic.base.text import size_text
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.health_limits import Check
-from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, memory_folders
+from hpc_elastic.workers.linux import memory_folders
 
 DESCRIPTORS = "descriptors"
 CHECK_SECONDS = 10.0
@@ -163,7 +163,9 @@ def judge_room(check: Check, facts: RoomFacts, *, least: float) -> Finding:
     if facts.error:
         return Finding(check=check.value, reason=f"{facts.path} does not work: {facts.error}")
     if facts.free < least:
-        return Finding(check=check.value, reason=f"{facts.path} has {size(facts.free)} free, less than {size(least)}")
+        return Finding(
+            check=check.value, reason=f"{facts.path} has {size_text(facts.free)} free, less than {size_text(least)}"
+        )
     if not facts.has_inodes and least:
         return Finding(check=check.value, reason=f"{facts.path} has no inode free")
     return Finding(check=check.value)
@@ -175,7 +177,8 @@ def judge_memory(facts: MemoryFacts | None, *, least: float) -> Finding:
         return Finding(check=Check.MEMORY.value)
     below = f" below {facts.limited_by}" if facts.limited_by else ""
     return Finding(
-        check=Check.MEMORY.value, reason=f"{size(facts.free)} of memory are free{below}, less than {size(least)}"
+        check=Check.MEMORY.value,
+        reason=f"{size_text(facts.free)} of memory are free{below}, less than {size_text(least)}",
     )
 
 
@@ -236,11 +239,11 @@ def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> Finding:
         if device.held is not None and device.uuid in before
     ]
     reasons = [
-        f"{size(held)} of GPU {device.index}'s memory are still in use {facts.waited:.0f} s after its workers' end"
+        f"{size_text(held)} of GPU {device.index}'s memory are still in use {facts.waited:.0f} s after its workers' end"
         for device, held in full
         if held > GPU_MEMORY_SLACK
     ]
-    note = f"waited {facts.waited:.1f} s for {size(facts.waited_for)} of GPU memory that ended workers held"
+    note = f"waited {facts.waited:.1f} s for {size_text(facts.waited_for)} of GPU memory that ended workers held"
     return Finding(
         check=Check.GPU_MEMORY.value, reason=", ".join(reasons), note=note if facts.waited_for and not reasons else ""
     )
@@ -292,14 +295,6 @@ def did_not_answer(check: str, what: str, seconds: float) -> Finding:
     return Finding(check=check, reason=reason, is_refusal=check == Check.SHARED.value)
 
 
-def size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LIMIT = 1 << 60
@@ -336,7 +331,7 @@ def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
             continue
         kept = _kept_of_files(os.path.join(folder, "memory.stat"), is_v2=is_v2)
         free = limit - max(0, used - kept)
-        found.append(MemoryFacts(free=max(0, free), limited_by=f"the cgroup's limit of {size(limit)}"))
+        found.append(MemoryFacts(free=max(0, free), limited_by=f"the cgroup's limit of {size_text(limit)}"))
     return found
 
 
@@ -365,9 +360,9 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
     except OSError as error:
         return SharedFacts(
             path=folder,
-            error=_no_descriptor(error) or error.strerror or str(error),
+            error=describe_no_descriptor(error) or error.strerror or str(error),
             is_full=error.errno in _FULL,
-            lacks_descriptor=error.errno in OUT_OF_DESCRIPTORS,
+            lacks_descriptor=bool(describe_no_descriptor(error)),
             is_refusal=is_refusal(error),
         )
     except UnsafePathError as error:
@@ -375,12 +370,6 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
     if back != text:
         return SharedFacts(path=folder, error="what was written is not what is read back")
     return SharedFacts(path=folder, clock=ClockOffset(least=(stamp - after) / 1e9, most=(stamp - before) / 1e9))
-
-
-def _no_descriptor(error: OSError) -> str:
-    if error.errno == errno.EMFILE:
-        return f"open files: an agent may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -Hn)"
-    return "the whole node has no open file left (fs.file-max)" if error.errno == errno.ENFILE else ""
 
 
 def _sync(fd: int) -> None:

@@ -6,13 +6,12 @@ are processes, started from the agent's main thread and attended by a thread, an
 
 from __future__ import annotations
 
-import _thread
 import errno
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,14 +47,16 @@ from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import LOOPBACK, links
+from hpc_elastic.base.loop import Inbox, start_thread
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.base.waking import Waker
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.user_command import END_SECONDS, UserCommand, last_lines
 
 if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
     from hpc_elastic.agent.node_agent import NodeAgent
     from hpc_elastic.agent.part import AgentSite
 
@@ -105,8 +106,7 @@ class HealthChecks(Part):
         self._plan = plan
         self._site = site
         self._clock = clock
-        self._waker = Waker()
-        self._verdicts: deque[HealthVerdict] = deque()
+        self._verdicts = Inbox[HealthVerdict]()
         self._session: _Session | None = None
         self._looks: _Session | None = None
         self._memory_before: dict[str, int] = {}
@@ -115,8 +115,8 @@ class HealthChecks(Part):
         """The driver may not know the others."""
         self._is_awaited = False
 
-    def fileno(self) -> int:
-        return self._waker.fileno()
+    def watched(self) -> Collection[FileDescriptorLike]:
+        return (self._verdicts,)
 
     @property
     def pids(self) -> Collection[int]:
@@ -131,7 +131,7 @@ class HealthChecks(Part):
         if self._is_awaited:
             return
         self._is_awaited = True
-        self._session = _Session(self._post)
+        self._session = _Session(self._verdicts.put)
         self._session.run(self._jobs(self._session, last_round))
 
     def holds_join(self, agent: NodeAgent) -> bool:
@@ -143,11 +143,9 @@ class HealthChecks(Part):
 
     def take(self) -> HealthVerdict | None:
         """A check's warning is given once in an agent's life."""
-        self._waker.drain()
-        if not self._verdicts:
+        if not (verdicts := self._verdicts.take()):
             return None
-        verdict = self._verdicts.popleft()
-        self._is_awaited = False
+        self._is_awaited, verdict = False, verdicts[0]
         news = {check: text for check, text in verdict.warnings.items() if check not in self._warned}
         self._warned.update(news)
         return replace(verdict, warnings=news)
@@ -158,10 +156,6 @@ class HealthChecks(Part):
             if session is not None:
                 session.cancel()
                 session.join(END_SECONDS)
-
-    def _post(self, verdict: HealthVerdict) -> None:
-        self._verdicts.append(verdict)
-        self._waker.wake()
 
     # -- the checks ----------------------------------------------------------------------------------------------
 
@@ -240,7 +234,7 @@ class HealthChecks(Part):
         session = self._looks = _Session(lambda _: None)
         child = self._start_nvml(session)
         if not isinstance(child, WorkerStartError):
-            _thread.start_new_thread(lambda: take(self._own(from_json(child.run(GPU_SECONDS).stdout))), ())
+            start_thread(lambda: take(self._own(from_json(child.run(GPU_SECONDS).stdout))))
 
     def _own(self, facts: GpuFacts) -> GpuFacts:
         visible = self._site.environ.get("CUDA_VISIBLE_DEVICES")
@@ -364,12 +358,10 @@ class _Session:
         if not jobs:
             self._finish(HealthVerdict())
             return
-        # Not Thread.start: it would wait forever for a thread that has no memory to begin (CPython 3.10 to 3.14), and
-        # the caller is the agent's loop. One that never begins is one that does not answer.
-        self._busy = {job.name for job in jobs}
+        self._busy = {job.name for job in jobs}  # a thread that never begins is one that does not answer
         for job in jobs:
-            _thread.start_new_thread(self._do, (job,))
-        _thread.start_new_thread(self._judge, (list(jobs),))
+            start_thread(partial(self._do, job))
+        start_thread(partial(self._judge, jobs))
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -388,7 +380,7 @@ class _Session:
             self._busy.discard(job.name)
             self._changed.notify_all()
 
-    def _judge(self, jobs: list[_Job]) -> None:
+    def _judge(self, jobs: Sequence[_Job]) -> None:
         began = time.monotonic()
         with self._changed:
             while not self._cancelled.is_set():

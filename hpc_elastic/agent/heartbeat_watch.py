@@ -62,7 +62,7 @@ class HeartbeatWatch:
         """
         self.pages, self._timeouts, self._clock, self._files = folder, timeouts, clock, files
         self._summary, self._node, self._host = summary, node, host
-        self._lease = lease or Lease(clock, uid="", node=-1)
+        self._lease = lease
         self._beats = RoundBeats(folder, round_index=-1, first_rank=0, count=0, now=0.0)
         self._pace = StepPace()
         self._is_counted = False
@@ -93,7 +93,7 @@ class HeartbeatWatch:
     @property
     def is_round_over(self) -> bool:
         """The others went on without this node: its workers get no grace."""
-        return self._lease.is_over
+        return self._lease is not None and self._lease.is_over
 
     @property
     def folder(self) -> Path | None:
@@ -109,7 +109,8 @@ class HeartbeatWatch:
         self.verdict = self.declared = self._idle_since = None
         self._is_counted, self.hung, self._unseen = False, {}, set()
         self._beats = RoundBeats(self.pages, round_index=round_index, first_rank=first_rank, count=count, now=now)
-        self._lease.begin(round_index, self._beats.write_lease)
+        if self._lease is not None:
+            self._lease.begin(round_index, self._beats.write_lease)
         self._pace = StepPace()
         self._summary_due = now + FIRST_SUMMARY_SECONDS
         self._plan(now, range(count))
@@ -117,7 +118,8 @@ class HeartbeatWatch:
     def begin_again(self, local_rank: int) -> None:
         now = self._clock.monotonic()
         self._beats.begin_again(local_rank, now)
-        self._lease.show()
+        if self._lease is not None:
+            self._lease.show()
         self.due = now if self.due is not None else None
 
     def environment(self, local_rank: int) -> dict[str, str]:
@@ -274,7 +276,8 @@ class HeartbeatWatch:
 
     def end(self) -> None:
         self.due = None
-        self._lease.end()
+        if self._lease is not None:
+            self._lease.end()
         self._beats.remove()
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +12,7 @@ from msgspec import Struct
 from hpc_elastic.agent.rendezvous_session import claim_start_number
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import is_refusal
+from hpc_elastic.base.file_executor import is_refusal, repeat
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status, new_uid
@@ -25,9 +24,8 @@ from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
 
-READ_AGAIN_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, *[3.2] * 36)
-"""Pauses before the run directory is read again after a fault of its filesystem: two minutes in all, as the health
-check waits for it before a round."""
+READ_AGAIN_SECONDS = 120.0
+"""How long the run directory is read again after a fault of its filesystem, as the health check waits for it."""
 
 T = TypeVar("T")
 
@@ -63,17 +61,16 @@ class RunDirectoryRefusedError(HpcElasticError):
 
 def patiently(action: Callable[[], T], clock: Clock) -> T:
     """Again where the filesystem of the run directory refuses. Raises `RunDirectoryRefusedError` in the end."""
-    for pause in (*READ_AGAIN_SECONDS, None):
-        try:
-            return action()
-        except (UnreadableFileError, OSError) as error:
-            may_pass = error.may_pass if isinstance(error, UnreadableFileError) else is_refusal(error)
-            if not may_pass:
-                raise
-            if pause is None:
-                raise RunDirectoryRefusedError(host=os.uname().nodename, why=error) from None
-        clock.wait(threading.Event(), pause)
-    raise AssertionError("the last try returns or raises")
+
+    def may_pass(error: BaseException) -> bool:
+        return error.may_pass if isinstance(error, UnreadableFileError) else is_refusal(error)
+
+    try:
+        return repeat(action, again=may_pass, within=READ_AGAIN_SECONDS, clock=clock)
+    except (UnreadableFileError, OSError) as error:
+        if not may_pass(error):
+            raise
+        raise RunDirectoryRefusedError(host=os.uname().nodename, why=error) from None
 
 
 def _load(paths: RunPaths, number: int, clock: Clock) -> tuple[RunSpec, AttemptInfo]:

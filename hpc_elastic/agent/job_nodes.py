@@ -19,6 +19,8 @@ from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.supervisor_events import NodeGivenUp
 
 if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
     from hpc_elastic.agent.node_agent import NodeAgent
     from hpc_elastic.agent.part import AgentSite
 
@@ -37,8 +39,8 @@ class JobNodes(Part):
     def pids(self) -> Collection[int]:
         return frozenset([self._process.pid] if self._process is not None else [])
 
-    def fileno(self) -> int:
-        return self._process.stdout.fileno() if self._process is not None and self._process.stdout is not None else -1
+    def watched(self) -> Collection[FileDescriptorLike]:
+        return () if self._process is None or self._process.stdout is None else (self._process.stdout,)
 
     def on_cut_off(self, found: NodesCutOff, record: RoundRecord) -> None:
         site, attempt = self._site, self._site.me.attempt

@@ -28,10 +28,10 @@ from hpc_elastic.agent.metrics import MetricSink
 from hpc_elastic.agent.part import Condemned, Place
 from hpc_elastic.agent.supervision import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
-from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base.clock import Clock, RunClock, pause
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.loop import seconds_until, wait_readable
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.output.job_log import JobLog
@@ -223,11 +223,9 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _wait_for_news(self, group: WorkerGroup, seconds: float) -> None:
         fds = self._workers.watched() if self._workers is not None else []
         news = getattr(group.spec.handler, "fileno", None)
-        if news is not None and (fd := news()) >= 0:
-            fds.append(fd)
-        if self._watch.due is not None:
-            seconds = max(0.0, min(seconds, self._watch.due - self._local_clock.monotonic()))
-        wait_readable(fds, seconds)
+        if news is not None:
+            fds.append(news())
+        wait_readable(fds, seconds_until([self._watch.due], self._local_clock, most=seconds))
 
     def _monitor_workers(self, group: WorkerGroup) -> RunResult:
         workers = self._workers
@@ -274,7 +272,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._watch.stop_judging()
         workers.begin_stop(grace=self._shutdown_timeout)
         while not isinstance(result := workers.step_stop(), Stopped):
-            self._local_clock.wait(self._never, result)
+            pause(self._local_clock, result)
         for survivor in result.left:
             logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
 

@@ -30,14 +30,14 @@ from hpc_elastic.agent.ending import (
 )
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
-from hpc_elastic.agent.part import AgentSite, Condemned, Part, fork_workers
+from hpc_elastic.agent.part import AgentSite, Condemned, Part, fork_workers, watched
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
 from hpc_elastic.agent.round_workers import LOAD_SECONDS, RoundWorkers, confirm_round, load, log_stopped
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import seconds_until, wait_readable
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import ranges
-from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
@@ -125,8 +125,7 @@ class NodeAgent:
         self.begin()
         while self.phase is not Phase.ENDED:
             pidfds = self.workers.watched() if self.workers else ()
-            parts = [part for part in self.parts if part.fileno() >= 0]
-            wait_readable([self.site.coordination, self._signals, *pidfds, *parts], self._timeout())
+            wait_readable([self.site.coordination, self._signals, *pidfds, *watched(self.parts)], self._timeout())
             self.step()
         return self.leave()
 
@@ -146,7 +145,7 @@ class NodeAgent:
         self._look_at_parts()
         if is_cold:
             return
-        if holding := [part for part in self.parts if part.fileno() >= 0 and part.holds_join(self)]:
+        if holding := watched(part for part in self.parts if part.holds_join(self)):
             wait_readable(holding, FIRST_HEALTH_SECONDS)  # of thousands that start, each should ask at once
             self._look_at_parts()
         self.site.coordination.start()
@@ -163,7 +162,7 @@ class NodeAgent:
     def _find_round(self) -> None:
         """Wait for the record of the round that goes on, if there is one, while a part holds the start anyway."""
         while self.record is None and (holding := [part for part in self.parts if part.holds_start]):
-            if not wait_readable([self.site.coordination, *holding], FIRST_RECORD_SECONDS):
+            if not wait_readable([self.site.coordination, *watched(holding)], FIRST_RECORD_SECONDS):
                 return
             self._handle_messages()
             for part in holding:
@@ -201,12 +200,11 @@ class NodeAgent:
             self.site.coordination.ask(lambda participant: participant.join())
 
     def _timeout(self) -> float:
-        now = self.site.clock.monotonic()
         if self._stop_due is not None:
-            return max(0.0, self._stop_due - now)
+            return seconds_until([self._stop_due], self.site.clock)
         dues = [*(part.due for part in self.parts), self._heard.due, self._grace_for_peers_until]
         dues += [self.workers.sockets.due] if self.workers is not None and self.phase is Phase.RUNNING else []
-        return max(0.0, min([self.site.me.spec.monitor_interval, *(due - now for due in dues if due is not None)]))
+        return seconds_until(dues, self.site.clock, most=self.site.me.spec.monitor_interval)
 
     def _helpers(self) -> set[int]:
         """Pids of the agent's own helpers, which are no workers."""

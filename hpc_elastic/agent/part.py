@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import select
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -28,6 +27,8 @@ from hpc_elastic.run.slow_ranks import OnSlowRank
 from hpc_elastic.workers.user_command import EnvironmentChange
 
 if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
     from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
     from hpc_elastic.agent.identity import AgentIdentity
     from hpc_elastic.agent.local_workers import LocalWorkers
@@ -114,9 +115,9 @@ class Part:
         """The workers of a final round are not to be started yet."""
         return False
 
-    def fileno(self) -> int:
-        """Readable when there is something to `look` at; -1: never."""
-        return -1
+    def watched(self) -> Collection[FileDescriptorLike]:
+        """What is readable when there is something to `look` at; a negative number is never."""
+        return ()
 
     def begin(self) -> None:
         """The agent has started."""
@@ -174,9 +175,6 @@ class ProcessPart(Part):
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        # A descriptor that stays the same while processes come and go, for the agent's own selector: a new control
-        # socket may get the number of the last one, which a selector would take for the one that it knows.
-        self._readable = select.epoll()
 
     @property
     def pid(self) -> int | None:
@@ -186,8 +184,8 @@ class ProcessPart(Part):
     def pids(self) -> Collection[int]:
         return () if self.pid is None else (self.pid,)
 
-    def fileno(self) -> int:
-        return self._readable.fileno()
+    def watched(self) -> Collection[FileDescriptorLike]:
+        return () if self._control is None else (self._control,)
 
     def _receive(self) -> None:
         while self._control is not None:
@@ -252,6 +250,10 @@ def make_parts(site: AgentSite) -> list[Part]:
     """The parts that this run needs."""
     needed = [(import_module(f"hpc_elastic.agent.{module}"), name) for module, name, needs in PARTS if needs(site.me)]
     return [*(attrgetter(name)(module)(site) for module, name in needed), site.store_server]
+
+
+def watched(parts: Iterable[Part]) -> list[FileDescriptorLike]:
+    return [one for part in parts for one in part.watched()]
 
 
 def fork_workers(

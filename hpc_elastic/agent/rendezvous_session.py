@@ -8,11 +8,11 @@ for the newer, and leave.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
@@ -98,7 +98,6 @@ def prepare_session(
 
 START_NUMBER_SECONDS = 120.0
 """Seconds for which a filesystem that refuses is waited for, as the health check does before a round."""
-_PAUSE = 0.1
 
 
 def claim_start_number(open_store: Callable[[], Store], node: int, *, clock: Clock) -> int:
@@ -106,21 +105,20 @@ def claim_start_number(open_store: Callable[[], Store], node: int, *, clock: Clo
     folder = f"start/{node:05d}"
     mine = os.urandom(8).hex()
     least = 1
-    deadline = clock.monotonic() + START_NUMBER_SECONDS
-    while True:
+
+    def claim() -> int:
+        nonlocal least
+        store = open_store()
+        number = max([least, *(int(name) + 1 for name in store.list(folder) if name.isdecimal())])
         try:
-            store = open_store()
-            number = max([least, *(int(name) + 1 for name in store.list(folder) if name.isdecimal())])
-            try:
-                if store.put_if_absent(f"{folder}/{number}", mine):
-                    return number
-            except StoreFullError:
-                return number  # not written down: a later start has the same one, and goes by its clock
-            least = number + 1  # a cache hid the last one
-        except OSError:
-            if clock.monotonic() >= deadline:
-                raise
-        clock.wait(threading.Event(), _PAUSE)
+            if store.put_if_absent(f"{folder}/{number}", mine):
+                return number
+        except StoreFullError:
+            return number  # not written down: a later start has the same one, and goes by its clock
+        least = number + 1  # a cache hid the last one
+        raise FileExistsError(f"{folder}/{number}")
+
+    return repeat(claim, again=lambda error: isinstance(error, OSError), within=START_NUMBER_SECONDS, clock=clock)
 
 
 def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path("/dev")) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ from hpc_elastic.worker_api.restart_group import (
 )
 
 if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
     from hpc_elastic.agent.local_workers import LocalWorkers
     from hpc_elastic.agent.node_agent import NodeAgent
     from hpc_elastic.agent.part import AgentSite
@@ -81,8 +83,8 @@ class RestartGroupWatch(Part):
         self._unread = b""
         self._path, self._fd = site.watch.pages.make_pipe("ring", "in-process restart can be reported")
 
-    def fileno(self) -> int:
-        return self._fd
+    def watched(self) -> Collection[FileDescriptorLike]:
+        return (self._fd,)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """A wait that the user chose stays."""

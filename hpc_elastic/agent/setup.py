@@ -7,7 +7,6 @@ environment that it makes is in no file.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.files import make_private_dir, write_private
-from hpc_elastic.base.waking import Waker, wait_readable
+from hpc_elastic.base.loop import Inbox, wait_readable
 from hpc_elastic.run.agent_events import UserCommandEnded
 from hpc_elastic.workers.spawn import WorkerStartError
 from hpc_elastic.workers.user_command import (
@@ -32,6 +31,8 @@ from hpc_elastic.workers.user_command import (
 )
 
 if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
     from hpc_elastic.agent.node_agent import NodeAgent
     from hpc_elastic.agent.part import AgentSite
 
@@ -46,8 +47,7 @@ class Setup(Part):
     def __init__(self, site: AgentSite) -> None:
         self._site = site
         self._environ = site.me.command_environment(site.environ)
-        self._waker = Waker()
-        self._ends: deque[CommandEnd] = deque()
+        self._ends = Inbox[CommandEnd]()
         self._command: UserCommand | None = None
         self.is_ready = False
 
@@ -55,8 +55,8 @@ class Setup(Part):
     def pids(self) -> Collection[int]:
         return frozenset() if self._command is None or self._command.is_gone else frozenset({self._command.pid})
 
-    def fileno(self) -> int:
-        return self._waker.fileno()
+    def watched(self) -> Collection[FileDescriptorLike]:
+        return (self._ends,)
 
     def begin(self) -> None:
         site = self._site
@@ -70,17 +70,16 @@ class Setup(Part):
                 kept=KEPT_ENVIRONMENT,
             )
         except WorkerStartError as error:
-            self._post(CommandEnd(exitcode=127, stderr=str(error).encode()))
+            self._ends.put(CommandEnd(exitcode=127, stderr=str(error).encode()))
             return
-        self._command.attend(site.me.spec.setup_timeout, self._post)
+        self._command.attend(site.me.spec.setup_timeout, self._ends.put)
 
     def look(self, agent: NodeAgent) -> None:
         """Have the agent begin once setup has succeeded, and leave where it has failed."""
-        self._waker.drain()
-        if not self._ends:
+        if not (ends := self._ends.take()):
             return
         self._command = None
-        found = self._judge(self._ends.popleft())
+        found = self._judge(ends[0])
         self.is_ready = isinstance(found, EnvironmentChange)
         if agent.phase is not Phase.JOINING:
             return
@@ -92,11 +91,7 @@ class Setup(Part):
     def close(self) -> None:
         if self._command is not None and not self._command.is_gone:
             self._command.kill()
-            wait_readable([self._waker], END_SECONDS)
-
-    def _post(self, end: CommandEnd) -> None:
-        self._ends.append(end)
-        self._waker.wake()
+            wait_readable([self._ends], END_SECONDS)
 
     def _judge(self, end: CommandEnd) -> EnvironmentChange | str:
         found = read_change(end, self._environ)

@@ -1,24 +1,22 @@
 """The workers' ``TCPStore``, seen from the agent: it binds the port and has another process serve it.
 
 In a round, on the node of group rank 0: `bind` before the port is published, `serve` when the workers are spawned
-(those that connect early wait in the backlog), `handle` whenever `fileno` is readable, and `release`. The process
+(those that connect early wait in the backlog), `handle` when one of `watched` is readable, and `release`. The process
 (`hpc_elastic.pytorch.store_host`) lives across rounds; the agent never imports torch. Without torch rank 0 serves it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +33,8 @@ from hpc_elastic.workers.spawn import find_program
 from hpc_elastic.workers.user_command import EnvironmentChange
 
 if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
     from hpc_elastic.agent.node_agent import NodeAgent
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,6 @@ class StoreServer(ProcessPart):
                 raise MasterPortTakenError(address=address, port=port, reason=str(error)) from None
             raise StoreBindError(address=address, port=port or "(any)", reason=str(error)) from None
         self._listener = listener
-        if self.guard is not None:
-            self._readable.register(self.guard, select.EPOLLIN)
         self._serial += 1
         self._target = (connect_to, listener.getsockname()[1])
         self.state = StoreState.BOUND
@@ -151,6 +149,10 @@ class StoreServer(ProcessPart):
         self.state = StoreState.STARTING
         self._hand_over()
 
+    def watched(self) -> Collection[FileDescriptorLike]:
+        refuses = self.guard is not None and not self.guard.has_refused_enough
+        return (*super().watched(), *([self.guard] if self.guard is not None and refuses else []))
+
     def look(self, agent: NodeAgent) -> Condemned | None:
         """A worker may notice that the store is gone before this agent does; one that connects would retry for five
         minutes before it fails."""
@@ -169,9 +171,6 @@ class StoreServer(ProcessPart):
                     "if it is, give --rdzv-conf member_filter=off",
                     stranger,
                 )
-            if self.guard.has_refused_enough:
-                with contextlib.suppress(OSError):  # it is not watched any more
-                    self._readable.unregister(self.guard)
         self._receive()
         return self.state
 
@@ -195,7 +194,6 @@ class StoreServer(ProcessPart):
         self._shut_port()
         self.state = StoreState.IDLE
         self._end()
-        self._readable.close()
         if not self._log.closed:
             self._save_log()
             self._log.close()
@@ -239,7 +237,6 @@ class StoreServer(ProcessPart):
             self._fail(f"{self._python} can't be started: {error}")
             return False
         ours.setblocking(False)
-        self._readable.register(ours, select.EPOLLIN)
         self._control = ours
         self._was_ready = False
         return True

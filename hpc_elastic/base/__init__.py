@@ -1,1 +1,1 @@
-"""Clocks, files on filesystems that may hang, waking, records, text: the base of all other packages."""
+"""Clocks, files on filesystems that may hang, a loop's waits, records, text: the base of all other packages."""

@@ -30,6 +30,10 @@ class Clock(Protocol):
         ...
 
 
+def pause(clock: Clock, seconds: float) -> None:
+    clock.wait(threading.Event(), seconds)
+
+
 def uptime_ns(clock: Clock) -> int:
     """Nanoseconds that this host has been up, which `clock_offset` compares with another host's."""
     return round(clock.monotonic() * 1e9)

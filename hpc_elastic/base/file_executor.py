@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import _thread
 import errno
+import resource
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock, SystemClock, pause
+from hpc_elastic.base.loop import start_thread
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -41,6 +43,14 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
+def describe_no_descriptor(error: BaseException | None) -> str:
+    """The limit of open files that an error comes from, which is none of a filesystem; empty: another error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        return f"open files: an agent may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -Hn)"
+    return "the whole node has no open file left (fs.file-max)" if number == errno.ENFILE else ""
+
+
 class FilesystemHangsError(TimeoutError):
     """The filesystem did not answer in time, or the caller gave up. Callers handle it like other OSErrors."""
 
@@ -51,13 +61,13 @@ def repeat(
     again: Callable[[BaseException], bool],
     within: float,
     clock: Clock,
-    pause: Callable[[float], float] = lambda last: min(_LONGEST_PAUSE, 2 * last),
+    longer: Callable[[float], float] = lambda last: min(_LONGEST_PAUSE, 2 * last),
     unless: Callable[[], bool] | None = None,
 ) -> T:
     """Do `action`, which may run several times, until it works; its last exception is raised here.
 
     `again` decides by an exception whether to retry, as `is_refusal` does; no try begins later than `within` seconds.
-    `pause` gives the seconds of a wait from those of the last one. `unless`, checked before a retry, gives up at once.
+    `longer` gives the seconds of a wait from those of the last one. `unless`, checked before a retry, gives up at once.
     """
     deadline, seconds = clock.monotonic() + within, _LOOK_SECONDS
     while True:
@@ -67,8 +77,8 @@ def repeat(
             has_time = clock.monotonic() + seconds < deadline and not (unless is not None and unless())
             if not again(error) or not has_time:
                 raise
-        clock.wait(threading.Event(), seconds)
-        seconds = pause(seconds)
+        pause(clock, seconds)
+        seconds = longer(seconds)
 
 
 def read_each(items: Sequence[K], read: Callable[[K], T], *, patience: float, goes_on: bool = True) -> dict[K, T]:
@@ -102,8 +112,7 @@ def _read_until_stuck(items: Sequence[K], read: Callable[[K], T], patience: floa
             done.release()
 
     try:
-        # Not threading's: its `start` waits for the thread, which may never come where memory is short.
-        _thread.start_new_thread(run, ())
+        start_thread(run)
     except RuntimeError:
         run()
     before = -1

@@ -117,6 +117,16 @@ def ranks_text(numbers: Sequence[int], *, limit: int | None = None) -> str:
     return f"rank{'' if len(set(numbers)) == 1 else 's'} {ranges(numbers, limit=limit)}"
 
 
+def size_text(count: float) -> str:
+    """``36.4 TiB``."""
+    value, unit = float(count), "B"
+    for letter in "KMGTPE":
+        if value < 1024:
+            break
+        value, unit = value / 1024, f"{letter}iB"
+    return f"{value:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+
+
 def duration(seconds: float, *, fine: bool = False) -> str:
     """``61.2 s``, ``3 min 05 s``, ``7 h 02 min``, ``2 d 03 h``; with `fine` less than a second as ``412 ms``."""
     if fine and seconds < 0.9995:

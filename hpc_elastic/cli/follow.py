@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import AskedRun
@@ -143,7 +143,7 @@ def follow_to_end(asked: AskedRun, follower: Follower, *, clock: Clock) -> int:
     end = show_to_end(follower.look, watch.end, clock=clock)
     # What other nodes wrote last may be seen late on a shared filesystem.
     follower.look(everything=True)
-    clock.wait(threading.Event(), _LAST_WAIT_S)
+    pause(clock, _LAST_WAIT_S)
     follower.look(everything=True)
     follower.finish()
     print_note(f"run {asked.paths.run_id} ended: {end.why}")

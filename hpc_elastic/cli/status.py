@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import to_builtins
 
-from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock, SystemClock, pause
 from hpc_elastic.base.outcome import outcome_text
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.cli import run_job
@@ -98,7 +97,7 @@ def run(args: SimpleNamespace) -> int:
             raise UsageError(f"{error.filename or paths.root} can't be read: {error.strerror}") from None
         if not args.watch or has_ended:
             return 0
-        clock.wait(threading.Event(), WATCH_SECONDS)
+        pause(clock, WATCH_SECONDS)
 
 
 def _show_preload(paths: RunPaths, *, as_json: bool) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from hpc_elastic.base.text import size_text
 from hpc_elastic.failures.failure_text import RaisedException
 from hpc_elastic.failures.origin import explain_chain, explain_text
 from hpc_elastic.failures.patterns import MEMORY_FULL, FailurePattern, symptom_kind
@@ -255,16 +256,6 @@ def limit_of_process(text: str, row: FailurePattern, *, overcommits: bool) -> Fa
     return FailurePattern(
         FailureClass.ROOT, f"an allocation of {size_text(asked)} was refused: a limit of the process (ulimit -v)", ()
     )
-
-
-def size_text(count: int) -> str:
-    """``36.4 TiB``."""
-    value, unit = float(count), "B"
-    for letter in "KMGTPE":
-        if value < 1024:
-            break
-        value, unit = value / 1024, f"{letter}iB"
-    return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
 
 
 def _bytes(number: str, unit: str) -> int:

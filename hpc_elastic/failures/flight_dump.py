@@ -24,9 +24,8 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.text import RangeReader, ranges
+from hpc_elastic.base.text import RangeReader, ranges, size_text
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.failures.classify import size_text
 from hpc_elastic.run.activities import Call, FlightTail, TailTrack
 
 MOST_BYTES = 256 << 20

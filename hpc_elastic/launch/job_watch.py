@@ -8,15 +8,13 @@ node still belongs to the job: a node that Slurm has given up may live, and its 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.waking import Waker
+from hpc_elastic.base.loop import Inbox, start_thread
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
@@ -44,40 +42,31 @@ T = TypeVar("T")
 Start = Callable[[Callable[[], None]], None]
 
 
-def _in_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, daemon=True, name="slurm-question").start()
-
-
-class SlurmQuestion(Generic[T]):
+class SlurmQuestion(Inbox[T | SlurmError]):
     """Runs one question at a time in a thread; the answer wakes the loop."""
 
-    def __init__(self, ask: Callable[[], T], start: Start = _in_thread) -> None:
+    def __init__(self, ask: Callable[[], T], start: Start = start_thread) -> None:
+        super().__init__()
         self._ask = ask
         self._start = start
-        self._answers: deque[T | SlurmError] = deque()
-        self._waker = Waker()
         self.is_open = False
-
-    def fileno(self) -> int:
-        return self._waker.fileno()
 
     def ask(self) -> None:
         if not self.is_open:
             self.is_open = True
             self._start(self._run)
 
-    def take(self) -> T | SlurmError | None:
-        if not self._waker.drain():
+    def answer(self) -> T | SlurmError | None:
+        if not (answers := self.take()):
             return None
         self.is_open = False
-        return self._answers.popleft()
+        return answers[0]
 
     def _run(self) -> None:
         try:
-            self._answers.append(self._ask())
+            self.put(self._ask())
         except SlurmError as error:
-            self._answers.append(error)
-        self._waker.wake()
+            self.put(error)
 
 
 class EndClaim:
@@ -89,7 +78,7 @@ class EndClaim:
         ask: Callable[[Callable[[Participant], None]], None],
         *,
         clock: Clock,
-        start: Start = _in_thread,
+        start: Start = start_thread,
     ) -> None:
         self._question = SlurmQuestion(allocation, start)
         self._ask = ask
@@ -110,7 +99,7 @@ class EndClaim:
 
     def step(self) -> None:
         now = self._clock.monotonic()
-        answer = self._question.take()
+        answer = self._question.answer()
         if self.due is None:
             return
         if answer is Allocation.HELD or now >= self._deadline:
@@ -182,7 +171,7 @@ def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[st
 
 class JobWatch:
     def __init__(
-        self, ask: Callable[[], Sequence[str]], *, events: EventLog, clock: Clock, start: Start = _in_thread
+        self, ask: Callable[[], Sequence[str]], *, events: EventLog, clock: Clock, start: Start = start_thread
     ) -> None:
         self._question = SlurmQuestion(ask, start)
         self._events = events
@@ -207,7 +196,7 @@ class JobWatch:
             self._look_at = min(self._look_at, now + SOON_SECONDS)
         if now >= self._look_at:
             self._question.ask()
-        answer = self._question.take()
+        answer = self._question.answer()
         if isinstance(answer, SlurmError):
             self._look_at = now + RETRY_SECONDS
         elif answer is not None:

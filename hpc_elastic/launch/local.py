@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hpc_elastic.base.clock import RunClock
-from hpc_elastic.base.waking import Waker, wait_readable
+from hpc_elastic.base.loop import Waker, wait_readable
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt

@@ -192,7 +192,7 @@ class JobRequeuer(Struct, eq=False):
             return passing and patience > 0 and not self._runs_again()
 
         try:
-            repeat(action, again=again, within=patience, clock=self.clock, pause=lambda last: UPDATE_RETRY)
+            repeat(action, again=again, within=patience, clock=self.clock, longer=lambda last: UPDATE_RETRY)
         except SlurmError as error:
             return str(error)
         return None
@@ -249,7 +249,7 @@ class JobRequeuer(Struct, eq=False):
             is_logged = True
             return True
 
-        repeat(action, again=again, within=CONTROLLER_PATIENCE, clock=self.clock, pause=lambda last: CONTROLLER_RETRY)
+        repeat(action, again=again, within=CONTROLLER_PATIENCE, clock=self.clock, longer=lambda last: CONTROLLER_RETRY)
 
 
 def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None = None) -> Sequence[str]:

@@ -11,14 +11,13 @@ import os
 import secrets
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.files import make_private_dir, sole_owner, why_replaceable, write_private
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.outcome import ExitCode
@@ -239,7 +238,7 @@ def give_way(
     for number in range(mine.number - 1, -1, -1):
         before = paths.attempt(number)
         while before.root.is_dir() and not before.attempt_json.exists() and clock.monotonic() < deadline:
-            clock.wait(threading.Event(), _LOOK_SECONDS)
+            pause(clock, _LOOK_SECONDS)
         if not before.root.is_dir():
             continue  # one that gave way
         if (info := read_attempt(before)) is None:

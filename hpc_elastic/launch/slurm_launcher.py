@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.launch.site import AgentEnd, describe_code
 from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
 from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, complaint_of, is_passing, parse_srun_line

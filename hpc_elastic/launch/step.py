@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base.clock import Clock, RunClock, pause
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import ControllerOutage
@@ -79,7 +78,7 @@ class StepRendezvous:
                 text = None
             if text is not None:
                 return codec.loads(StepRun, text)
-            self._clock.wait(threading.Event(), 0.1)
+            pause(self._clock, 0.1)
         raise UsageError(
             f"{os.uname().nodename}: the step's first task has not begun the run in {RENDEZVOUS_SECONDS:.0f} s, or "
             f"{self._folder} is not the same folder on all nodes (--runs-dir)"

@@ -18,7 +18,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import UsageError
@@ -155,7 +155,7 @@ def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str],
         is_refused = isinstance(error, SubmissionRefusedError)
         clusters = _clusters(submission.job.options, env)
         for wait in (0.0,) if is_refused else (0.0, 3.0, 6.0):  # a busy controller may still take it
-            clock.wait(threading.Event(), wait)
+            pause(clock, wait)
             try:
                 found = client.find_submitted(run_dir, clusters=clusters)
             except SlurmMissingError:

@@ -10,12 +10,11 @@ how long silence is waited for, and what it is taken for.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
@@ -219,7 +218,7 @@ class EarlierAttempts:
         while not is_over:
             if is_interrupted():
                 raise StartInterruptedError(nodes=", ".join(self.awaited_nodes))
-            self._context.clock.wait(threading.Event(), self.look_seconds)
+            pause(self._context.clock, self.look_seconds)
             is_over = on_disk(self.look)
 
     def supersede(self) -> bool:

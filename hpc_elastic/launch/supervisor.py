@@ -7,13 +7,13 @@ notified like the agents, and can close the run (Ctrl-C, a preemption notice, or
 from __future__ import annotations
 
 import logging
-import selectors
 import signal
 from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.loop import seconds_until, wait_readable
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.launch.agents import Agents
@@ -25,7 +25,7 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, AgentsDeparted, EndClaimed
 from hpc_elastic.rendezvous.participant import Refreshed
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.agent_events import FilesystemRefused, PlatformFailure
+from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, PlatformFailure
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.events import EventLog
@@ -145,14 +145,10 @@ class Supervisor:
         return self.result()
 
     def _wait(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            watched = [self._signals.fileno(), self._coordination.fileno(), self._end_claim.fileno()]
-            if self._job_watch is not None and self._compares_nodes:
-                watched.append(self._job_watch.fileno())
-            for fd in (*watched, *self._launcher.filenos()):
-                selector.register(fd, selectors.EVENT_READ)
-            due = self.due()
-            selector.select(None if due is None else max(0.0, due - self._clock.monotonic()))
+        job = [self._job_watch] if self._job_watch is not None and self._compares_nodes else []
+        fds = self._launcher.filenos()
+        seconds = seconds_until([self.due()], self._clock)
+        wait_readable([self._signals, self._coordination, self._end_claim, *job, *fds], seconds)
 
     def due(self) -> float | None:
         """When there is something to do without news, on the monotonic clock; None: never.
@@ -269,7 +265,7 @@ class Supervisor:
                 self._agents.on_looked_anew(event.serial, event.announced)
             case EndClaimed():
                 self._settle_end(superseded=False)
-            case FilesystemRefused():
+            case FilesystemRefused() | HealthWarning():
                 self._events.write(event)
             case EndTakenOver():
                 self._settle_end(superseded=True)

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.waking import Waker
+from hpc_elastic.base.loop import Waker
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.output.log_times import STDERR, STDOUT, times_path

@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import is_refusal
-from hpc_elastic.base.waking import Waker, wait_readable
+from hpc_elastic.base.file_executor import describe_no_descriptor, is_refusal
+from hpc_elastic.base.loop import Inbox, Waker, wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.lease import Lease
@@ -27,7 +27,7 @@ from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo
 from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.agent_events import FilesystemRefused
+from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import Store, StoreFullError, StoreRefusedError
 from hpc_elastic.store.notifier import Notifier
@@ -44,13 +44,19 @@ class Refusal(Struct, frozen=True, kw_only=True):
     error: str
     """The system's text: ``Permission denied``."""
     path: str
+    is_own: bool
+    """No file could be opened, wherever it lies: the filesystem refused nothing."""
     since: float
     since_ns: int
 
     def __str__(self) -> str:
         return f"{self.error} ({self.path})" if self.path else self.error
 
-    def to_event(self, now: float, *, over: bool) -> FilesystemRefused:
+    def to_event(self, now: float, *, over: bool) -> FilesystemRefused | HealthWarning:
+        if self.is_own:
+            return HealthWarning(
+                check="descriptors", reason=f"no file could be opened for {now - self.since:.0f} s: {self}"
+            )
         return FilesystemRefused(
             error=self.error, path=self.path, since_ns=self.since_ns, seconds=round(now - self.since, 3), over=over
         )
@@ -77,7 +83,14 @@ class RefusalWatch:
         if isinstance(path, bytes):
             path = path.decode("utf-8", "replace")
         where = str(path) if path else str(error.facts["root"]) if isinstance(error, StoreFullError) else ""
-        self.now = Refusal(error=str(text or error), path=where, since=now, since_ns=now_ns)
+        own = describe_no_descriptor(cause)
+        self.now = Refusal(
+            error=own or str(text or error),
+            path="" if own else where,
+            is_own=bool(own),
+            since=now,
+            since_ns=now_ns,
+        )
         return True
 
     def answered(self) -> Refusal | None:
@@ -137,9 +150,9 @@ class Coordination:
         self._lease = lease
         self._longest_backoff = longest_backoff
         self._commands: deque[Callable[[Participant], None]] = deque()
-        self._messages: deque[Message] = deque()
+        self._messages = Inbox[Message]()
         self._stop = threading.Event()
-        self._wake, self._taken = Waker(), Waker()
+        self._wake = Waker()
         self._beats_due = BeatPlan()
         self._beat_interval = beat_interval
         self._refusals = RefusalWatch()
@@ -155,11 +168,10 @@ class Coordination:
 
     def fileno(self) -> int:
         """Readable when `take` has something."""
-        return self._taken.fileno()
+        return self._messages.fileno()
 
     def take(self) -> list[Message]:
-        self._taken.drain()
-        return [self._messages.popleft() for _ in range(len(self._messages))]
+        return self._messages.take()
 
     def ask(self, command: Callable[[Participant], None]) -> None:
         """Have `command` done in the thread, before its next step."""
@@ -176,7 +188,7 @@ class Coordination:
 
     def fail(self, error: Exception) -> None:
         """Hand `error` on as if it had ended the thread, which goes on to write the last claims. For any thread."""
-        self._post(error)
+        self._messages.put(error)
 
     @property
     def refusal(self) -> Refusal | None:
@@ -190,14 +202,10 @@ class Coordination:
     def on_record(self, record: RoundRecord) -> None:
         if self._lease is not None:
             self._lease.note(record)
-        self._post(record)
+        self._messages.put(record)
 
     def on_event(self, event: RunEvent) -> None:
-        self._post(event)
-
-    def _post(self, message: Message) -> None:
-        self._messages.append(message)
-        self._taken.wake()
+        self._messages.put(event)
 
     def _run(self) -> None:
         participant: Participant | None = None
@@ -235,7 +243,10 @@ class Coordination:
             except (OSError, StoreFullError) as error:
                 now = self._clock.monotonic()
                 if self._refusals.refused(error, now, self._clock.time_ns()):
-                    logger.warning("the shared filesystem refused: %s; trying again", error)
+                    what, why = "the shared filesystem refused", str(error)
+                    if (refusal := self._refusals.now) is not None and refusal.is_own:
+                        what, why = "no file can be opened, wherever it lies", str(refusal)
+                    logger.warning("%s: %s; trying again", what, why)
                 backoff = min(self._longest_backoff, backoff * 1.5)
                 refused = True
                 # What is refused is a write where the disk is full; else it may be a look that nothing depends on.
@@ -243,14 +254,14 @@ class Coordination:
                 full_since = (now if full_since is None else full_since) if waits else None
                 if full_since is not None and now - full_since > FULL_SECONDS:
                     lasting = StoreRefusedError(seconds=now - full_since, why=self._refusals.now or error)
-                    self._post(lasting if is_refusal(error) else error)
+                    self._messages.put(lasting if is_refusal(error) else error)
                     return
             except HpcElasticError as error:
-                self._post(error)
+                self._messages.put(error)
                 return
             except Exception as error:  # whatever it is, the main loop must hear of it and end its workers
                 logger.exception("the coordination thread failed")
-                self._post(error)
+                self._messages.put(error)
                 return
             if last and not refused:  # the last claims are tried again until they are written, or `stop` gives up
                 return
@@ -259,10 +270,11 @@ class Coordination:
     def _answered(self) -> None:
         ended, now = self._refusals.answered(), self._clock.monotonic()
         if ended is not None and now - ended.since >= WORTH_TELLING:
-            logger.warning("the shared filesystem answers again, after %.0f s of: %s", now - ended.since, ended)
-            self._post(ended.to_event(now, over=True))
+            what = "files can be opened again" if ended.is_own else "the shared filesystem answers again"
+            logger.warning("%s, after %.0f s of: %s", what, now - ended.since, ended)
+            self._messages.put(ended.to_event(now, over=True))
 
-    def lasting_refusal(self) -> FilesystemRefused | None:
+    def lasting_refusal(self) -> FilesystemRefused | HealthWarning | None:
         """The event of a refusal that still lasts at this process' end, and is not a short one."""
         refusal, now = self._refusals.now, self._clock.monotonic()
         if refusal is None or now - refusal.since < WORTH_TELLING:

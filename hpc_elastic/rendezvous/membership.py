@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordination import open_session
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
@@ -124,9 +124,7 @@ class Membership:
         return self._coordination.fileno()
 
     def wait(self, seconds: float) -> None:
-        poll = select.poll()
-        poll.register(self.fileno(), select.POLLIN)
-        poll.poll(max(0.0, seconds) * 1000)
+        wait_readable([self], seconds)
 
     def ask_for_a_round(self) -> None:
         """Ask for the open or the next round: a round that this node is in ends."""

@@ -13,14 +13,13 @@ import hashlib
 import json
 import random
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 from msgspec import Struct
 
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.store.base import Store, StoreError
 
@@ -66,7 +65,6 @@ class KeyValueStore:
         self._clock = clock
         self._rng = random.Random()
         self._timeout = 300.0
-        self._never = threading.Event()
         self._invalidated_at = clock.monotonic()
         # The folder must be there before anybody looks for something in it: a client may remember for a minute that it
         # is not.
@@ -181,7 +179,7 @@ class KeyValueStore:
             old = self._newest(digest)
             if old.number < lost:
                 self._store.invalidate(self._folder)  # another process created that number; the listing is older
-                self._clock.wait(self._never, self._rng.uniform(0, delay))
+                pause(self._clock, self._rng.uniform(0, delay))
                 continue
             value = decide(old.value)
             if keep_same and value == old.value:
@@ -196,7 +194,7 @@ class KeyValueStore:
                 self._check_not_past(digest, number, key)
                 return value
             lost = number
-            self._clock.wait(self._never, self._rng.uniform(0, delay))
+            pause(self._clock, self._rng.uniform(0, delay))
             delay = min(_LONGEST_DELAY, delay * 1.5)
 
     def _check_not_past(self, digest: str, number: int, key: str) -> None:
@@ -225,7 +223,7 @@ class KeyValueStore:
             if until is not None and self._clock.monotonic() > until:
                 raise OSError(errno.EIO, f"{self._folder}/{digest}+{newest:012d} is listed and can't be read")
             names = None
-            self._clock.wait(self._never, self._rng.uniform(0.5, 1) * _FIRST_DELAY)
+            pause(self._clock, self._rng.uniform(0.5, 1) * _FIRST_DELAY)
 
     def _put(self, key: str, value: str) -> bool:
         return self._steadily(lambda: self._store.put_if_absent(key, value))  # the same once more is the same
@@ -245,7 +243,7 @@ class KeyValueStore:
             again=lambda error: isinstance(error, OSError),
             within=left,
             clock=self._clock,
-            pause=lambda _: self._rng.uniform(0.5, 1) * _LONGEST_DELAY,
+            longer=lambda _: self._rng.uniform(0.5, 1) * _LONGEST_DELAY,
         )
 
     def _freshen(self) -> None:
@@ -269,7 +267,7 @@ class KeyValueStore:
                 invalidate_after, invalidated_at = min(30, 2 * invalidate_after), now
             if left <= 0:
                 raise KeyValueTimeoutError(root=self._folder, missing=list(missing), seconds=timeout)
-            self._clock.wait(self._never, min(left, self._rng.uniform(0.7, 1) * delay))
+            pause(self._clock, min(left, self._rng.uniform(0.7, 1) * delay))
             delay = min(_LONGEST_DELAY, delay * 1.5)
 
 

@@ -115,9 +115,9 @@ class _TimeLimit(threading.Thread):
         return is_timed_out(time.monotonic() - self._began, limit=self._limit)
 
     def run(self) -> None:
-        from hpc_elastic.base.clock import SystemClock
+        from hpc_elastic.base.clock import SystemClock, pause
 
-        clock, never = SystemClock(), threading.Event()
+        clock = SystemClock()
         attempt, due = -1, 0.0
         while True:
             found = self._paths.begun_attempts()
@@ -127,7 +127,7 @@ class _TimeLimit(threading.Thread):
             if due and clock.monotonic() >= due:
                 os.kill(os.getpid(), signal.SIGUSR2)
                 due = 0.0
-            clock.wait(never, _LOOK_SECONDS)
+            pause(clock, _LOOK_SECONDS)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import select
 import signal
 import socket
 import threading
@@ -25,7 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
-from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock, SystemClock, pause
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.handlers import Inside
@@ -169,8 +169,6 @@ def _agent_died(
     clock = SystemClock()
     pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
     watch = StoppedWatch(limit=stopped_limit or float("inf"), longest_gap=2 * pause + 0.5)
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
     try:
         # The second way to see its death, should another process hold the pipe's other end by mistake.
         pidfd = linux.pidfd_open(agent)
@@ -178,10 +176,9 @@ def _agent_died(
         return True
     if os.getppid() != agent:
         return True
-    if pidfd is not None:
-        poll.register(pidfd, select.POLLIN)
+    watched = [control, -1 if pidfd is None else pidfd]
     ended: frozenset[int] | None = None
-    while not poll.poll(pause * 1000):
+    while not wait_readable(watched, pause):
         # A thread that a hung mount holds keeps a dead agent's descriptors open, and its pidfd quiet.
         proc = tree.look_at(agent)
         if proc is None or proc.is_dead:
@@ -310,7 +307,6 @@ def _end_until_none(
     trust_first_look: bool,
     only_while: Callable[[], bool] = lambda: True,
 ) -> list[Proc]:
-    never = threading.Event()
     killer = TreeKiller()
     began = clock.monotonic()
     empty_looks = 1 if trust_first_look else 0
@@ -331,7 +327,7 @@ def _end_until_none(
         number = killer.next_signal(doomed)
         for proc in doomed:
             tree.kill_safely(proc, number)
-        clock.wait(never, _LOOK_S)
+        pause(clock, _LOOK_S)
 
 
 def _wait_for_child(pid: int, timeout: float) -> int | None:
@@ -339,11 +335,8 @@ def _wait_for_child(pid: int, timeout: float) -> int | None:
         pidfd = linux.pidfd_open(pid)
     except OSError:
         pidfd = None
-    poll = select.poll()
-    if pidfd is not None:
-        poll.register(pidfd, select.POLLIN)
     try:
-        poll.poll(timeout * 1000)  # without a pidfd just the wait: a kernel before 5.3
+        wait_readable([-1 if pidfd is None else pidfd], timeout)  # without a pidfd just the wait: a kernel before 5.3
         ended, status = os.waitpid(pid, os.WNOHANG)
         return status if ended == pid else None
     except ChildProcessError:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from hpc_elastic.base.waking import Waker
+from hpc_elastic.base.loop import Waker
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

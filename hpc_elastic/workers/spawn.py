@@ -13,7 +13,6 @@ import errno
 import fcntl
 import os
 import resource
-import select
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import NoReturn
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, uptime_ns
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.linux import SPARE
@@ -370,9 +370,7 @@ def _exec_first(paths: list[str], argv: Sequence[str], env: dict[str, str]) -> t
 def _check_started(error_r: int, pid: int, command: str, cwd: str, exec_wait: float) -> None:
     # The pipe closes itself when the program is executed. A program on a hung mount would keep us here: after a while
     # the worker counts as started, and is watched like any other.
-    poll = select.poll()
-    poll.register(error_r, select.POLLIN)
-    if not poll.poll(max(0.0, exec_wait) * 1000):
+    if not wait_readable([error_r], exec_wait):
         return
     raw = os.read(error_r, 65536)
     if not raw:

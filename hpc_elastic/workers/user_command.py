@@ -7,10 +7,8 @@ has started is ended too. The end of what it printed is kept.
 
 from __future__ import annotations
 
-import _thread
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -20,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct, field
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.loop import start_thread, wait_readable
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, find_program, start_worker
 from hpc_elastic.workers.tree import JOB_VARIABLE
@@ -103,8 +102,7 @@ class UserCommand:
 
     def attend(self, seconds: float, on_end: Callable[[CommandEnd], None]) -> None:
         """Have a thread `run` it, which then calls `on_end`."""
-        # Not Thread.start: it would wait for ever for a thread that has no memory to begin (CPython 3.10 to 3.14).
-        _thread.start_new_thread(lambda: on_end(self.run(seconds)), ())
+        start_thread(lambda: on_end(self.run(seconds)))
 
     def run(self, seconds: float) -> CommandEnd:
         """Attend it to its end, or end it with all that it started. Never longer than `seconds` and a little."""
@@ -148,10 +146,7 @@ class UserCommand:
 
     def _read_some(self, kept: Mapping[int, bytearray], open_fds: set[int], pidfd: int | None, seconds: float) -> None:
         """Wait for output or the end, and read what is there; of endless output the end is kept."""
-        poll = select.poll()
-        for fd in (*open_fds, *([pidfd] if pidfd is not None else [])):
-            poll.register(fd, select.POLLIN)
-        for fd in open_fds & {fd for fd, _ in poll.poll(seconds * 1000)}:
+        for fd in open_fds & wait_readable([*open_fds, -1 if pidfd is None else pidfd], seconds):
             try:
                 data = os.read(fd, _PIPE)
             except OSError:

@@ -14,7 +14,7 @@ from hpc_elastic.agent import health_checks
 from hpc_elastic.agent.health import HealthPlan, HealthVerdict, RoomFacts, SharedFacts
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited
@@ -52,7 +52,7 @@ def answer(checks: HealthChecks, last_round: int = -1) -> HealthVerdict:
     began = time.monotonic()
     checks.on_join(last_round)
     assert time.monotonic() - began < 10.0, "nothing is waited for"
-    wait_readable([checks], PATIENCE)
+    wait_readable(checks.watched(), PATIENCE)
     verdict = checks.take()
     assert verdict is not None
     assert checks.take() is None
@@ -97,14 +97,14 @@ def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> No
         import pathlib, tempfile
         from hpc_elastic.agent.health import Check, HealthPlan
         from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
-        from hpc_elastic.base.waking import wait_readable
+        from hpc_elastic.base.loop import wait_readable
         probe = pathlib.Path(tempfile.mkdtemp()) / "health" / "node-0"
         checks = HealthChecks(
             HealthPlan(limits={Check.SHARED: 10.0, Check.MEMORY: 1, Check.CLOCK: 60}),
             HealthSite(environ=dict(os.environ), probe=probe, inherited=inherited), clock=clock)
         def verdict():
             checks.on_join(-1)
-            wait_readable([checks], 20)
+            wait_readable(checks.watched(), 20)
             return checks.take()
         before = verdict()
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -257,5 +257,5 @@ def test_each_begin_has_its_answer(tmp_path: Path, answers: threading.Event, mon
     monkeypatch.setattr(checks, "_post", post_and_stay)
     for last_round in (-1, 0):
         checks.on_join(last_round)
-        wait_readable([checks], PATIENCE)
+        wait_readable(checks.watched(), PATIENCE)
         assert checks.take() is not None

@@ -14,8 +14,8 @@ from hpc_elastic.agent.health import GpuDevice, GpuFacts, HealthPlan, HealthVerd
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.options.machine import workers_here
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers.spawn import Inherited
@@ -85,7 +85,7 @@ def verdict_of(library: str, *, given: int, seconds: float = 30.0, **environ: st
         clock=SystemClock(),
     )
     checks.on_join(-1)
-    wait_readable([checks], seconds)
+    wait_readable(checks.watched(), seconds)
     found = checks.take()
     checks.close()
     assert not checks.pids
@@ -171,7 +171,7 @@ class Rounds:
         self.round += 1
 
     def verdict(self, within: float = 30.0) -> HealthVerdict | None:
-        wait_readable([self.checks], within)
+        wait_readable(self.checks.watched(), within)
         return self.checks.take()
 
     def pass_first(self) -> None:

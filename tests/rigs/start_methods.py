@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -17,6 +16,7 @@ from hpc_elastic.agent.fork_server_process import Launch
 from hpc_elastic.agent.fork_server_states import ServerState
 from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.run.agent_events import ForkServerReady
 from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.preload import Preload
@@ -96,7 +96,7 @@ class Starter:
         deadline = time.monotonic() + PATIENCE
         while self.server.state is not state:
             assert time.monotonic() < deadline, f"{self.server.state}, not {state}: {self.log()}"
-            select.select([self.server.fileno()], [], [], 0.05)
+            wait_readable(self.server.watched(), 0.05)
             self.server.handle()
 
     def ready(self) -> None:
@@ -143,7 +143,7 @@ def finish(worker: WorkerProcess, *, send: signal.Signals | None = None, at: str
     open_ends = set(texts)
     while open_ends:
         assert time.monotonic() < deadline, f"the worker does not end: {texts}"
-        for fd in select.select(list(open_ends), [], [], 0.2)[0]:
+        for fd in wait_readable(open_ends, 0.2):
             chunk = os.read(fd, 1 << 16)
             texts[fd] += chunk
             if not chunk:

@@ -46,7 +46,7 @@ def test_a_node_without_any_link_is_unfit(interfaces: list[tuple[str, bool]], is
     [
         (RoomFacts(path="/tmp", free=1 << 20), ""),
         (RoomFacts(path="/tmp", free=(1 << 20) - 1), "/tmp has 1024.0 KiB free, less than 1.0 MiB"),
-        (RoomFacts(path="/tmp", free=0), "/tmp has 0 bytes free, less than 1.0 MiB"),
+        (RoomFacts(path="/tmp", free=0), "/tmp has 0 B free, less than 1.0 MiB"),
         (RoomFacts(path="/tmp", free=9 << 20, has_inodes=False), "/tmp has no inode free"),
         (RoomFacts(path="/tmp", error="Input/output error"), "/tmp does not work: Input/output error"),
     ],

@@ -40,8 +40,8 @@ class Health(HealthChecks):
     pids: frozenset[int] = frozenset()
     is_stuck = False
 
-    def fileno(self) -> int:
-        return self._fd
+    def watched(self) -> tuple[int, ...]:
+        return (self._fd,)
 
     def on_join(self, last_round: int) -> None:
         self.is_awaited = True

@@ -278,8 +278,8 @@ class Server(StoreServer):
         self.refusal: Exception | None = None
         self.guard: Guard | None = None
 
-    def fileno(self) -> int:
-        return -1
+    def watched(self) -> tuple[int, ...]:
+        return ()
 
     def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
         if self.refusal:
@@ -464,8 +464,8 @@ class ColdServer(ForkServer):
 
     handle = close = lambda self: None
 
-    def fileno(self) -> int:
-        return self._fd
+    def watched(self) -> tuple[int, ...]:
+        return (self._fd,)
 
 
 def test_a_cold_agent_waits_for_a_late_record_before_it_asks_to_join(

@@ -74,7 +74,7 @@ class Group:
 def group(tmp_path: Path) -> Iterator[Group]:
     found = Group(tmp_path)
     yield found
-    os.close(found.watch.fileno())
+    os.close(*found.watch.watched())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_under_the_other_policy_all_start_again_and_the_reports_are_kept(tmp_pat
     assert group.events[0]["interruptions"] == [[1, "EXCEPTION"]]
     assert {event["round"] for event in group.events} == {7}
     assert group.watch.environment({}) == {REPORTS: str(group.path)}
-    os.close(group.watch.fileno())
+    os.close(*group.watch.watched())
 
 
 def test_the_workers_are_given_where_to_report_and_how_long_to_wait(group: Group) -> None:
@@ -146,7 +146,7 @@ def test_the_workers_are_given_where_to_report_and_how_long_to_wait(group: Group
 
 def test_without_a_folder_nothing_is_heard(tmp_path: Path) -> None:
     watch = RestartGroupWatch(site_of(HeartbeatFolder(None), None, policy=RestartWith.IN_PROCESS, limit=1))
-    assert watch.fileno() == -1
+    assert watch.watched() == (-1,)
     assert watch.environment({}) == {}
     watch.handle(0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import select
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreBindError, StoreServer, StoreState
+from hpc_elastic.base.loop import wait_readable
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_who_was_refused_is_told_once(server: StoreServer, caplog: pytest.LogCap
     _, port = server.bind("no-such-host.invalid", None, guarded=True)
     for _ in range(2):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-            assert select.select([server], [], [], 30)[0]
+            assert wait_readable(server.watched(), 30)
             server.handle()
             assert client.recv(1) == b""
     assert re.findall(r"TCPStore refused (\S+):", caplog.text) in (["127.0.0.1"], ["::ffff:127.0.0.1"])

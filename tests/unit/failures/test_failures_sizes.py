@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.failures.classify import Classification, asked_bytes, classify, size_text
+from hpc_elastic.base.text import size_text
+from hpc_elastic.failures.classify import Classification, asked_bytes, classify
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure

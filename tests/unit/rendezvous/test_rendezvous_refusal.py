@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_a_quota_is_named_as_such() -> None:
     error.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
     watch.refused(error, 0.0, 0)
     assert str(watch.now) == "Disk quota exceeded (/runs/store)"
+
+
+def test_the_limit_of_open_files_is_no_refusal_of_the_filesystem() -> None:
+    watch = RefusalWatch()
+    watch.refused(OSError(errno.EMFILE, "Too many open files", "/runs/store/hb/1"), 0.0, 0)
+    assert watch.now is not None
+    found = to_json(watch.now.to_event(12.0, over=True))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found == {
+        "event": "health_warning",
+        "check": "descriptors",
+        "reason": f"no file could be opened for 12 s: open files: an agent may have {limit} (ulimit -Hn)",
+    }
 
 
 def test_a_link_is_named_by_its_path_and_not_by_its_text() -> None:

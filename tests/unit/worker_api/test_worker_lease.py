@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import hpc_elastic
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.worker_api import heartbeat, lease, preemption
 from hpc_elastic.worker_api.heartbeat_record import QUESTIONS, VARIABLE, pack_lease, read_record
 

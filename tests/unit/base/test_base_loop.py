@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import math
 import os
 import resource
 import socket
 import time
+from functools import partial
 
 import pytest
 
-from hpc_elastic.base.waking import Waker, wait_readable
+from hpc_elastic.base.loop import Inbox, Waker, seconds_until, start_thread, wait_readable
+from tests.rigs.fake_clock import FakeClock
 
 
 def test_says_which_can_be_read() -> None:
@@ -62,3 +65,20 @@ def test_a_waker_ends_a_wait_until_it_is_drained() -> None:
     assert waker.drain() == b"\x0f"
     waker.close()
     waker.wake()
+
+
+def test_the_first_of_several_times_ends_a_wait() -> None:
+    clock = FakeClock(100.0)
+    assert seconds_until([None, 103.0, 102.5], clock) == 2.5
+    assert seconds_until([None, 103.0], clock, most=1.0) == 1.0
+    assert seconds_until([99.0], clock) == 0.0
+    assert seconds_until([None], clock) == math.inf
+
+
+def test_what_other_threads_put_in_comes_out_in_order() -> None:
+    inbox = Inbox[int]()
+    for number in range(3):
+        start_thread(partial(inbox.put, number))
+        assert wait_readable([-1, inbox], math.inf) == {inbox.fileno()}
+        assert inbox.take() == [number]
+    assert (inbox.take(), wait_readable([inbox], 0)) == ([], set())
