@@ -11,12 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.bench.agent_numbers import Number
+from tests.bench.numbers import Number
+from tests.bench.systems import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 8
 GOAL_MS = 50.0
 _NOISE = "loss 0.123456789 and some words to fill a line of a log file that is read\n" * 3000
@@ -45,76 +44,55 @@ print(json.dumps([*times, failure.message[:100]]))
 """
 
 
-def _raised(rank: int) -> tuple[str, str]:
-    return f"{_NOISE}{_TRACE}ValueError: bad batch {rank}\n", ""
-
-
-def _recorded(rank: int) -> tuple[str, str]:
-    inner = {
-        "message": f"ValueError: bad batch {rank}",
-        "extraInfo": {"py_callstack": f"{_TRACE}ValueError: bad batch {rank}\n", "timestamp": "1700000001"},
-    }
-    return _raised(rank)[0], json.dumps({"message": inner})
-
-
-def _aborted(rank: int) -> tuple[str, str]:
-    words = (
-        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
-        f"  what():  [PG 1 Rank {rank}] Process group watchdog thread terminated with exception: [Rank {rank}] "
-        "Watchdog caught collective operation timeout: ran for 600061 milliseconds before timing out.\n"
-    )
-    return f"{_NOISE}{words}Fatal Python error: Aborted\n\n{_THREAD * 99}Current {_THREAD[0].lower()}{_THREAD[1:]}", ""
-
-
-def _raised_10_mb(rank: int) -> tuple[str, str]:
-    return f"{_NOISE}{_TRACE}ValueError: {'x' * 10_000_000}\n", ""
-
-
-def _recorded_10_mb(rank: int) -> tuple[str, str]:
-    long = "ValueError: " + "x" * 10_000_000
-    inner = {"message": long, "extraInfo": {"py_callstack": f"{_TRACE}{long}\n", "timestamp": "1700000001"}}
-    return "", json.dumps({"message": inner})
-
-
-_WAYS: tuple[tuple[str, int, Callable[[int], tuple[str, str]], str], ...] = (
-    ("that raised", 1, _raised, "ValueError: bad batch 7"),
-    ("whose failure torch's `@record` wrote", 1, _recorded, "ValueError: bad batch 7"),
-    ("that NCCL's watchdog ended, stacks of 100 threads", -6, _aborted, "c10::DistBackendError: [PG 1 Rank 7]"),
-    ("with a message of 10 MB on stderr", 1, _raised_10_mb, "ValueError: xxx"),
-    ("with a message of 10 MB, recorded", 1, _recorded_10_mb, "ValueError: xxx"),
+_LONG = f"ValueError: {'x' * 10_000_000}"
+_WATCHDOG = (
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+    "  what():  [PG 1 Rank 7] Process group watchdog thread terminated with exception: [Rank 7] "
+    "Watchdog caught collective operation timeout: ran for 600061 milliseconds before timing out.\n"
+    f"Fatal Python error: Aborted\n\n{_THREAD * 99}Current {_THREAD[0].lower()}{_THREAD[1:]}"
 )
 
 
+def _recorded(message: str) -> str:
+    info = {"py_callstack": f"{_TRACE}{message}\n", "timestamp": "1700000001"}
+    return json.dumps({"message": {"message": message, "extraInfo": info}})
+
+
+_BAD = "ValueError: bad batch 7"
+_WAYS = (
+    ("that raised", 1, f"{_NOISE}{_TRACE}{_BAD}\n", "", _BAD),
+    ("whose failure torch's `@record` wrote", 1, f"{_NOISE}{_TRACE}{_BAD}\n", _recorded(_BAD), _BAD),
+    ("that NCCL's watchdog ended, stacks of 100 threads", -6, _NOISE + _WATCHDOG, "", "c10::DistBackendError: [PG 1"),
+    ("with a message of 10 MB on stderr", 1, f"{_NOISE}{_TRACE}{_LONG}\n", "", "ValueError: xxx"),
+    ("with a message of 10 MB, recorded", 1, "", _recorded(_LONG), "ValueError: xxx"),
+)
+"""Workers, exit code, stderr, error file, begin of the message in the evidence."""
+
+
 def measure(*, quick: bool) -> list[Number]:
-    """Milliseconds of CPU, of all workers together: some 6 s where `quick`, else 20 s."""
+    """Milliseconds of CPU, of all workers together: 20 s; 6 s where `quick`."""
     found = []
-    for title, exitcode, make, message in _WAYS:
-        pairs = [_once(exitcode, make, message) for _ in range(3 if quick else 9)]
-        for column, which in enumerate(("", ", again")):
-            if not which or make is _raised:
-                values = [pair[column] for pair in pairs]
+    for title, exitcode, stderr, error_file, message in _WAYS:
+        pairs = [_once(exitcode, stderr, error_file, message) for _ in range(3 if quick else 9)]
+        for which, values in zip(("", ", again"), zip(*pairs, strict=True), strict=True):
+            if not which or title == _WAYS[0][0]:
                 found.append(Number(title=f"{WORKERS} workers {title}{which}", unit="ms", values=values, goal=GOAL_MS))
     return found
 
 
-def _once(exitcode: int, make: Callable[[int], tuple[str, str]], message: str) -> tuple[float, float]:
+def _once(exitcode: int, stderr: str, error_file: str, message: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for turn in ("first", "again"):
             for rank in range(WORKERS):
                 place = Path(folder) / turn / str(rank)
                 place.mkdir(parents=True)
-                stderr, error_file = make(rank)
                 (place / "stderr.log").write_text(stderr)
                 if error_file:
                     (place / "error.json").write_text(error_file)
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, folder, str(exitcode), str(WORKERS)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            check=True,
-            text=True,
-        )
-    first, again, told = json.loads(done.stdout)
-    if not told.startswith(message):
-        raise AssertionError(f"the evidence says {told!r}, not {message!r}")
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, check=True, text=True,
+        )  # fmt: skip
+    first, again, found = json.loads(done.stdout)
+    assert found.startswith(message), f"the evidence says {found!r}, not {message!r}"
     return first, again

@@ -37,7 +37,6 @@ def steps_done() -> int:
 
 
 def fail(kind: str) -> None:
-    """Never returns."""
     journal("failure", kind=kind)
     if kind == "exception":
         raise RuntimeError("a planned failure")
@@ -79,7 +78,6 @@ def by_files() -> Callable[[], None]:
 
 
 def main() -> None:
-    """As the module says."""
     meet = by_torch() if PLAN["has_torch"] else by_files()
     meet()
     step, done = 0, steps_done()

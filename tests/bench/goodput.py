@@ -21,13 +21,12 @@ from statistics import fmean
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
-from tests.bench.agent_numbers import Number
+from tests.bench.numbers import Number
 from tests.bench.systems import NODES, Session, System, TookTooLong, ours, torchrun
 
 TRAINER = Path(__file__).with_name("failing_trainer.py")
 GOAL = 0.5
 _KINDS = {"killed": 5, "exception": 3, "node": 1}
-"""What fails, and how often."""
 _RESTARTS = 1000
 _SYSTEMS = (
     ours("hpc-elastic, `--start-method forkserver`", "--start-method", "forkserver", "--max-restarts", str(_RESTARTS)),
@@ -38,8 +37,6 @@ _SYSTEMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One that is planned."""
-
     after: int
     """Steps that were done by then, lost ones too."""
     into: float
@@ -49,10 +46,8 @@ class Failure:
     """``killed``, ``exception``, ``node`` (the agent with its worker) or ``hang``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A training, and what fails in it."""
-
     steps: int
     step_seconds: float
     save_every: int
@@ -63,7 +58,6 @@ class Plan:
     """At each step the ranks meet in a collective, and not by files."""
 
     def text(self) -> str:
-        """The trainer's argument."""
         return json.dumps(asdict(self))
 
 
@@ -77,23 +71,11 @@ def plan(seed: int, *, steps: int, step_seconds: float, between: float, save_eve
         kind = rng.choices(list(_KINDS), weights=list(_KINDS.values()))[0]
         failures.append(Failure(after=int(after), into=into, rank=rng.randrange(NODES), kind=kind))
         at += max(step_seconds, rng.expovariate(1 / between))
-    return Plan(
-        steps=steps,
-        step_seconds=step_seconds,
-        save_every=save_every,
-        save_seconds=save_seconds,
-        failures=tuple(failures),
-    )
+    return Plan(steps, step_seconds, save_every, save_seconds, tuple(failures))
 
 
 FULL = plan(3, steps=1200, step_seconds=0.5, between=120.0, save_every=24, save_seconds=0.6)
-QUICK = Plan(
-    steps=40,
-    step_seconds=0.1,
-    save_every=10,
-    save_seconds=0.1,
-    failures=(Failure(after=25, into=0.5, rank=1, kind="killed"),),
-)
+QUICK = Plan(40, 0.1, 10, 0.1, (Failure(after=25, into=0.5, rank=1, kind="killed"),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.bench.agent_numbers import Number
+from tests.bench.numbers import Number
 from tests.bench.report_run import LARGE, RunSize
 from tests.bench.systems import ROOT
 from tests.browser import chromium
@@ -37,7 +37,6 @@ print(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, usage.
 """
 """A small parent: the kernel counts what a process's parent has as its own, until it is another program."""
 _COMPILED: dict[str, str] = {}
-"""Environment of all that is measured."""
 
 
 def measure(*, quick: bool) -> list[Number]:
@@ -88,16 +87,11 @@ def _write(root: Path, size: RunSize) -> Path:
 
 
 def _run(argv: Sequence[str]) -> tuple[float, float]:
-    """Seconds of CPU, and the most megabytes that were resident.
-
-    Raises:
-        AssertionError: it failed.
-    """
+    """Seconds of CPU, and the most megabytes that were resident."""
     env = {**os.environ, **_COMPILED, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", _SPAWN, *argv], env=env, stdout=subprocess.PIPE, check=True)
     code, seconds, most = done.stdout.split()
-    if int(code):
-        raise AssertionError(f"{' '.join(argv[:4])} ended with {int(code)}")
+    assert not int(code), f"{' '.join(argv[:4])} ended with {int(code)}"
     return float(seconds), int(most) * 1024 / 1e6
 
 
@@ -107,19 +101,13 @@ def _open(browser: chromium.Browser, page: Path) -> float:
     started = time.perf_counter()
     browser.open(page)
     browser.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    if browser.run("return document.querySelectorAll('.row').length") < 1:
-        raise AssertionError("the page has no rows")
+    assert browser.run("return document.querySelectorAll('.row').length") >= 1, "the page has no rows"
     return time.perf_counter() - started
 
 
 def _make_huge(run: Path) -> None:
     (path,) = run.glob("attempt-000/round-000/rank-*/error.json")
     text = path.read_text()
-    message, marker = '"message": {"message": "', "ValueError"
-    assert text.startswith("{" + message + marker)
-    head = "{" + message + marker
-    path.write_text(head + ": ")
-    with open(path, "a") as file:
-        for _ in range(_HUGE >> 20):
-            file.write("x" * (1 << 20))
-        file.write(text[len(head) :])
+    head = '{"message": {"message": "ValueError'
+    assert text.startswith(head)
+    path.write_text(f"{head}: {'x' * _HUGE}{text[len(head) :]}")

@@ -37,7 +37,6 @@ class RunSize:
 
     @property
     def words(self) -> str:
-        """For a table."""
         return f"{self.rounds * self.failures:,} failures in {self.rounds} rounds of {self.nodes:,} nodes"
 
 
@@ -51,8 +50,8 @@ def write_run(root: Path, size: RunSize = LARGE) -> Path:
     attempt = paths.attempt(0)
     attempt.events.mkdir(parents=True)
     run = {"version": 1, "run_id": root.name, "name": "train", "max_requeues": 3}
-    _write(paths.run_json, {**run, "entrypoint": {"kind": "script", "target": "/home/ann/train.py"}})
-    _write(attempt.attempt_json, {"version": 1, "number": 0, "nodes": names})
+    paths.run_json.write_text(json.dumps({**run, "entrypoint": {"kind": "script", "target": "/home/ann/train.py"}}))
+    attempt.attempt_json.write_text(json.dumps({"version": 1, "number": 0, "nodes": names}))
     failing = [_failing(size, index) for index in range(size.rounds)]
     for index, nodes in enumerate(failing):
         _write_error_files(paths, size, index, nodes, names)
@@ -79,7 +78,6 @@ class _Writer:
         self._lines.append(json.dumps(line))
 
     def clock(self, at: float, *, bound_ns: int) -> None:
-        """What it knows of its clock by now."""
         now = int(at * 1e9)
         known = {"reference": 0, "offset_ns": 0, "bound_ns": bound_ns}
         self.tell(at, "clock_offset", **known, uptime_ns=UPTIME_NS + now, wall_ns=START_NS + now)
@@ -117,14 +115,9 @@ def _write_error_files(paths: RunPaths, size: RunSize, index: int, nodes: list[i
     for number, node in enumerate(nodes):
         rank = _rank_of(size, index, node)
         failure = make_failure(
-            rank,
-            at=_moment(size, index, number),
-            exception=_message(index, number, rank),
-            host=names[node],
-            per_node=size.per_node,
-            round_index=index,
-            last_step=50 * index + 40,
-        )
+            rank, at=_moment(size, index, number), exception=_message(index, number, rank), host=names[node],
+            per_node=size.per_node, round_index=index, last_step=50 * index + 40,
+        )  # fmt: skip
         own = attempt.rank(index, rank)
         own.root.mkdir()
         write_evidence(replace(failure, stderr_tail=f"{tail}\n{failure.traceback}"), own.error_file)
@@ -144,18 +137,9 @@ def _write_agent(folder: Path, size: RunSize, node: int, name: str, failing: lis
             log.tell(start - 2, "round_frozen", round=index, reason=f"restart {index} of 99", restarts_used=index)
             log.tell(start - 1, "round_confirmed", round=index, reason="", restarts_used=index)
         log.tell(
-            start,
-            "round_final",
-            round=index,
-            group_rank=node,
-            group_world_size=size.nodes,
-            world_size=world,
-            local_world_size=size.per_node,
-            ranks=ranks,
-            master="nid001000:29400",
-            restarts_used=index,
-            max_restarts=99,
-        )
+            start, "round_final", round=index, group_rank=node, group_world_size=size.nodes, world_size=world,
+            local_world_size=size.per_node, ranks=ranks, master="nid001000:29400", restarts_used=index, max_restarts=99,
+        )  # fmt: skip
         pids = [4000 + rank for rank in ranks]
         times = {"rendezvous_seconds": 0.9, "start_seconds": 0.4, "restart_seconds": 2.1 if index else None}
         if index == 0:
@@ -174,30 +158,18 @@ def _write_agent(folder: Path, size: RunSize, node: int, name: str, failing: lis
             message = _message(index, number, rank)
             kind, _, body = message.partition(": ")
             log.tell(
-                _moment(size, index, number) + 3,
-                "worker_failed",
-                round=index,
-                rank=rank,
-                local_rank=rank % size.per_node,
-                pid=4000 + rank,
-                exitcode=1,
-                failure_class="symptom" if number else "root",
+                _moment(size, index, number) + 3, "worker_failed", round=index, rank=rank, exitcode=1, message=message,
+                local_rank=rank % size.per_node, pid=4000 + rank, failure_class="symptom" if number else "root",
                 fingerprint=fingerprint(exception_type=kind, message=body, exitcode=1, signal=""),
                 error_file=str(folder.parent / f"round-{index:03d}" / f"rank-{rank:05d}" / "error.json"),
-                message=message,
-                last_step=50 * index + 40,
-                ended_ns=START_NS + int(_moment(size, index, number) * 1e9),
+                last_step=50 * index + 40, ended_ns=START_NS + int(_moment(size, index, number) * 1e9),
                 ended_uptime_ns=UPTIME_NS + int(_moment(size, index, number) * 1e9),
-            )
+            )  # fmt: skip
     end = 10 + size.rounds * ROUND_SECONDS
     if node == 0:
         log.tell(end - 1, "closed", round=size.rounds, outcome="failed", reason="restarts exhausted (99 of 99)")
     log.tell(end, "agent_ended", reason="restarts exhausted (99 of 99)", code=1)
     log.save(folder)
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -51,16 +50,8 @@ def _torchrun_commands(folder: Path, worker: Sequence[str], *, restarts: int = 3
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", "1"]
-    agent += [
-        "--max-restarts",
-        str(restarts),
-        "--shutdown-timeout",
-        GRACE,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{port}",
-    ]
+    agent += ["--max-restarts", str(restarts), "--shutdown-timeout", GRACE]
+    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     return [[*agent, "--rdzv-id", folder.name, *worker] for _ in range(NODES)]
 
 
@@ -126,15 +117,10 @@ class Session:
             for command in self.system.commands(self.folder, self._worker):
                 self.started.append(
                     subprocess.Popen(
-                        command,
-                        cwd=self.folder,
-                        env=self._environ,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
+                        command, cwd=self.folder, env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                         start_new_session=True,
                     )
-                )
+                )  # fmt: skip
 
     def start_again(self) -> None:
         """End all of it at once, and start the commands again in the same folder."""
@@ -156,7 +142,6 @@ class Session:
         self._folder.cleanup()
 
     def processes(self) -> list[Process]:
-        """All of this session's processes."""
         return marked(MARK, self._mark)
 
     def agents(self) -> list[Process]:
@@ -179,11 +164,7 @@ class Session:
         return found
 
     def wait_for_all(self, name: str, *, since: int) -> float:
-        """Seconds from `since` until the last of the ranks stamped `name`.
-
-        Raises:
-            TookTooLong: not all ranks did.
-        """
+        """Seconds from `since` until the last of the ranks stamped `name`."""
         self.wait_until(
             lambda: {m["rank"] for m in self.moments(name, since=since)} >= set(range(self.system.workers)),
             f"'{name}' of all ranks",
@@ -191,20 +172,14 @@ class Session:
         first = {m["rank"]: m["t"] for m in sorted(self.moments(name, since=since), key=lambda m: -m["t"])}
         return (max(first.values()) - since) / 1e9
 
-    def wait_until(self, condition: Callable[[], object], what: str, *, limit: float | None = None) -> None:
-        """Look every few milliseconds.
-
-        Raises:
-            TookTooLong: `limit` seconds (the session's own, unless given) passed first.
-        """
-        deadline = time.monotonic() + (self._limit if limit is None else limit)
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + self._limit
         while not condition():
             if time.monotonic() > deadline:
                 raise TookTooLong(f"{self.system.name}: no {what}; its log ends:\n{self.log_tail()}")
-            select.select([], [], [], _POLL)
+            time.sleep(_POLL)
 
     def log_tail(self) -> str:
-        """The last lines of what the job printed."""
         return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-15:])
 
     def kill_worker(self, rank: int) -> int:
@@ -214,10 +189,9 @@ class Session:
         os.kill(newest["pid"], signal.SIGKILL)
         return now
 
-    def let_workers_end(self) -> None:
-        """Tell the workers to exit with 0."""
+    def end_workers(self) -> None:
+        """Have the workers exit with 0, and wait until what was started here has done the same."""
         (self.folder / "stamps" / "stop").touch()
-
-    def wait_for_end(self, *, limit: float | None = None) -> None:
-        """Wait until the processes that were started here have ended."""
-        self.wait_until(lambda: all(p.poll() is not None for p in self.started), "end", limit=limit)
+        self.wait_until(lambda: all(process.poll() is not None for process in self.started), "end")
+        codes = {process.returncode for process in self.started}
+        assert codes == {0}, f"{self.system.name} ended with {sorted(codes)}:\n{self.log_tail()}"

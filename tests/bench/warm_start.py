@@ -6,14 +6,12 @@ imported what the first steps brought along, as they have when a run fails after
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_elastic.run.paths import RunPaths
-from tests.bench.agent_numbers import Number
+from tests.bench.numbers import Number, ratio
 from tests.bench.systems import NODES, TORCHRUN, Session, System, ours
 from tests.rigs.event_pairs import read_events
 
@@ -24,44 +22,25 @@ _QUIET_S = 2.5
 _LIMIT = 120.0
 
 
-@dataclass(slots=True)
-class _Pairs:
-    """One figure's values, in turn: with the fork server, and what it is compared with."""
-
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-
-    def number(self, title: str, goal: float, *, unit: str = "s") -> Number:
-        theirs, own = statistics.median(self.theirs), statistics.median(self.ours)
-        ratios = [own / other for own, other in zip(self.ours, self.theirs, strict=True)]
-        return Number(title=title, unit="×", values=ratios, goal=goal, note=f"{own:.3g} by {theirs:.3g} {unit}")
-
-
 def measure(*, quick: bool) -> list[Number]:
     """All of them: five minutes, one where `quick`."""
-    repetitions = 1 if quick else 5
-    groups, steps, starts, memory = _Pairs(), _Pairs(), _Pairs(), _Pairs()
-    for repetition in range(repetitions):
-        victim = (repetition + 1) % NODES
-        for group, step, system in ((groups.theirs, steps.theirs, TORCHRUN), (groups.ours, steps.ours, FORKED)):
-            up, third = _restart(system, victim)
-            group.append(up)
-            step.append(third)
+    found: dict[System, list[tuple[float, float]]] = {TORCHRUN: [], FORKED: []}
+    for repetition in range(1 if quick else 5):
+        for system, times in found.items():
+            times.append(_restart(system, (repetition + 1) % NODES))
+    (theirs, their_steps), (ours_, our_steps) = (zip(*times, strict=True) for times in found.values())
     many = _EIGHT if quick else 2 * _EIGHT
     fresh, forked = (_on_one_node(name, many) for name in ("spawn", "forkserver"))
-    for _ in range(1 if quick else 3):
-        starts.theirs.append(_start(fresh))
-        starts.ours.append(_start(forked))
+    starts = [(_start(forked), _start(fresh)) for _ in range(1 if quick else 3)]
     fresh, forked = (_on_one_node(name, _EIGHT) for name in ("spawn", "forkserver"))
-    memory.theirs.append(_memory(fresh))
-    memory.ours.append(_memory(forked))
+    start = f"{many} workers on one node: start → all in the process group, by fresh interpreters'"
+    pss = "PSS of 8 workers that have imported torch, the server's own too, by fresh interpreters'"
+    third = "third optimizer step done in all 4 ranks"
     return [
-        groups.number("SIGKILL of a worker → process group up in all 4 ranks, by torchrun's", 0.08),
-        steps.number("SIGKILL of a worker → third optimizer step done in all 4 ranks, by torchrun's", 0.08),
-        starts.number(f"{many} workers on one node: start → all in the process group, by fresh interpreters'", 0.4),
-        memory.number(
-            "PSS of 8 workers that have imported torch, the server's own too, by fresh interpreters'", 0.7, unit="MiB"
-        ),
+        ratio("SIGKILL of a worker → process group up in all 4 ranks, by torchrun's", ours_, theirs, 0.08),
+        ratio(f"SIGKILL of a worker → {third}, by torchrun's", our_steps, their_steps, 0.08),
+        ratio(start, *zip(*starts, strict=True), 0.4),
+        ratio(pss, [_memory(forked)], [_memory(fresh)], 0.7, unit="MiB"),
     ]
 
 
@@ -71,15 +50,14 @@ def _on_one_node(method: str, workers: int) -> System:
 
 def _restart(system: System, victim: int) -> tuple[float, float]:
     """Seconds from the kill to the process group, and to the third step, of the last rank."""
-    with Session(system, "train", "wait", limit=_LIMIT) as session:
+    with Session(system, "train", limit=_LIMIT) as session:
         session.wait_for_all("step 3", since=session.began)
         if system is FORKED:
             _until_warm(session)
         killed = session.kill_worker(victim)
         third = session.wait_for_all("step 3", since=killed)
         up = session.wait_for_all("group", since=killed)
-        session.let_workers_end()
-        session.wait_for_end()
+        session.end_workers()
     print(f"… {system.name}: group {up:.2f} s, third step {third:.2f} s", file=sys.stderr, flush=True)
     return up, third
 
@@ -104,22 +82,20 @@ def _events(session: Session, name: str) -> list[dict[str, object]]:
 
 
 def _start(system: System) -> float:
-    with Session(system, "torch", "wait", limit=_LIMIT) as session:
+    with Session(system, "torch", limit=_LIMIT) as session:
         found = session.wait_for_all("group", since=session.began)
-        session.let_workers_end()
-        session.wait_for_end()
+        session.end_workers()
     return found
 
 
 def _memory(system: System) -> float:
     """MiB of the workers and of the fork server."""
-    with Session(system, "torch", "wait", limit=_LIMIT) as session:
+    with Session(system, "torch", limit=_LIMIT) as session:
         session.wait_for_all("group", since=session.began)
         (agent,) = session.agents()
         pids = [p.pid for p in session.processes() if p.parent == agent.pid and "worker.py" in " ".join(p.argv)]
         found = sum(_pss(pid) for pid in pids)
-        session.let_workers_end()
-        session.wait_for_end()
+        session.end_workers()
     return found
 
 

@@ -1,9 +1,7 @@
-"""The worker that is measured: says its first line, forms a process group if asked to, and waits for the end.
+"""The worker that is measured: prints its first line, forms a process group if asked to, and waits for the end.
 
-Arguments: ``plain``, ``torch`` or ``train`` (torch, and three DDP steps), then what it does once it is up: ``wait``
-(for the file ``stop`` in the stamps' folder, then exits 0), ``exit`` (0), ``raise``, ``fork`` (like ``wait``, with a
-child in a session of its own that ignores SIGTERM). Each moment is a line in a file of its own: nothing is shared
-between workers.
+Argument: ``plain``, ``torch`` or ``train`` (torch, and three DDP steps); it ends when the file ``stop`` is in the
+stamps' folder. Each moment is a line in a file of its own: nothing is shared between workers.
 """
 
 import json
@@ -23,8 +21,7 @@ def stamp(moment: str, **facts: object) -> None:
 
 
 def main() -> None:
-    """As the module says."""
-    kind, then = sys.argv[1:3]
+    kind = sys.argv[1]
     print(f"first line of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
     stamp("line")
     if kind in ("torch", "train"):
@@ -46,16 +43,6 @@ def main() -> None:
             model(torch.ones(8, 64)).sum().backward()
             optimizer.step()
             stamp(f"step {step}")
-    if then == "raise":
-        raise ValueError("this worker always fails")
-    if then == "exit":
-        return
-    if then == "fork" and os.fork() == 0:
-        import signal
-
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.setsid()
-        stamp("child")
     while not os.path.exists(os.path.join(FOLDER, "stop")):
         time.sleep(0.02)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.store_server import StoreServer, StoreState, torch_available
+from hpc_elastic.base.loop import wait_readable
 from tests.rigs.inprocess_ranks import free_ports
 from tests.rigs.processes import is_alive
 from tests.rigs.waiting import until
@@ -65,7 +66,7 @@ def wait_for_state(server: StoreServer, *wanted: StoreState) -> StoreState:
     while (state := server.handle()) not in wanted:
         left = deadline - time.monotonic()
         assert left > 0, f"still {state.value} after {DEADLINE:.0f} s: {server.failure}"
-        select.select([server], [], [], left)
+        wait_readable(server.watched(), left)
     return state
 
 
@@ -245,7 +246,7 @@ _, port = server.bind("127.0.0.1", None)
 server.serve()
 if sys.argv[2] == "serving":
     while server.handle() is not StoreState.SERVING:
-        select.select([server], [], [])
+        wait_readable(server.watched(), DEADLINE)
 print(server.pid, port, flush=True)
 sys.stdin.readline()
 """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from tests.bench.rendezvous_scale import Measured, measure
-from tests.bench.scale_world import World
+from tests.bench.scale import Measured, files_alone, simulate
+from tests.model.scale_world import World
 
 
 @pytest.fixture(scope="module")
 def eight() -> Measured:
-    return measure(8, files_alone=True)
+    return simulate(8)
 
 
 def test_operations_of_a_round_at_eight_nodes(eight: Measured) -> None:
@@ -34,8 +34,7 @@ def test_system_calls_of_a_restart_at_eight_nodes(eight: Measured) -> None:
 def test_operations_while_workers_run_at_eight_nodes(eight: Measured) -> None:
     """A second, of all together."""
     assert eight.steady <= 14.4
-    assert eight.files_alone is not None
-    assert eight.files_alone <= 36
+    assert files_alone(8) <= 36
 
 
 def test_a_round_takes_no_poll_of_time_where_packets_come_through(eight: Measured) -> None:
@@ -45,7 +44,7 @@ def test_a_round_takes_no_poll_of_time_where_packets_come_through(eight: Measure
 
 
 def test_operations_per_node_do_not_grow_with_the_nodes(eight: Measured) -> None:
-    many = measure(200)
+    many = simulate(200)
     assert many.first_operations <= eight.first_operations
     assert many.next_operations <= eight.next_operations
     assert many.steady <= 150

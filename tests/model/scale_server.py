@@ -30,11 +30,8 @@ _SLOT = 0.001
 
 
 class Server:
-    """What is there, since when, and how busy the server is."""
-
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
-        self.bytes_read = 0
         self.root = Inode("folder")
         self._in_slot: dict[int, int] = {}
         self._next: dict[int, int] = {}
@@ -44,7 +41,6 @@ class Server:
         return sum(self.counters.values())
 
     def serve(self, at: float, kind: str) -> float:
-        """One operation that arrives at a time. Returns when it ends."""
         self.counters[kind] += 1
         wanted = int(at / _SLOT)
         slot = self._free(wanted)
@@ -64,7 +60,6 @@ class Server:
         return slot
 
     def make_folder(self, path: str) -> None:
-        """Something that is there from the beginning."""
         folder = self.root
         for name in path.strip("/").split("/"):
             entry = folder.children.get(name)
@@ -85,8 +80,6 @@ class Entry:
 
 
 class Inode:
-    """A folder, a symbolic link or a file."""
-
     __slots__ = ("changes", "children", "kind", "target", "versions")
 
     def __init__(self, kind: str) -> None:
@@ -98,7 +91,6 @@ class Inode:
         self.versions: list[bytes] = []
 
     def stamp(self, at: float) -> int:
-        """What a client compares to notice a change."""
         return bisect_right(self.changes, at)
 
     def child(self, name: str, at: float) -> Inode | None:
@@ -136,7 +128,6 @@ class Client:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.now = 0.0
-        self.operations = 0
         self.calls = 0
         """System calls that name a file or list a folder: three for a listing."""
         self._attributes: dict[str, tuple[float, int]] = {}
@@ -147,7 +138,6 @@ class Client:
         self._next_fd = 3
 
     def _operation(self, kind: str) -> None:
-        self.operations += 1
         self.now = self.server.serve(self.now, kind)
 
     def _fresh(self, path: str, inode: Inode) -> int:
@@ -204,12 +194,12 @@ class Client:
         if there:
             raise FileExistsError(errno.EEXIST, path)
 
-    def symlink(self, target: bytes, path: str) -> None:
+    def symlink(self, target: bytes | str, path: bytes | str) -> None:
         inode = Inode("link")
-        inode.target = target
-        self._add("symlink", path, inode)
+        inode.target = os.fsencode(target)
+        self._add("symlink", os.fsdecode(path), inode)
 
-    def mkdir(self, path: str) -> None:
+    def mkdir(self, path: str, mode: int = 0o700) -> None:
         self._add("mkdir", path, Inode("folder"))
 
     def link(self, source: str, path: str) -> None:
@@ -247,7 +237,7 @@ class Client:
         self._listings[path] = (stamp, names)
         return list(names)
 
-    def open(self, path: str, flags: int) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         opened = None
         if flags & os.O_CREAT:
             try:
@@ -274,20 +264,22 @@ class Client:
         if self._cached.get(file.path) != stamp:
             for _ in range(max(1, -(-len(data) // READ_SIZE))):
                 self._operation("read")
-            self.server.bytes_read += len(data)
             self._cached[file.path] = stamp
         part = data[file.position : file.position + size]
         file.position += len(part)
         return part
 
-    def write(self, fd: int, data: bytes) -> int:
+    def write(self, fd: int, data: Any) -> int:
         file = self._open[fd]
-        file.dirty = (file.dirty or b"") + data
+        file.dirty = (file.dirty or b"") + bytes(data)
         return len(data)
 
-    def pwrite(self, fd: int, data: bytes) -> int:
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
         self._open[fd].dirty = data
         return len(data)
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        """Values that are rewritten here never get shorter."""
 
     def flush(self, fd: int) -> None:
         file = self._open[fd]
@@ -323,58 +315,29 @@ class ModelOs:
         self.path = ModelPath(self)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        if name not in _CALLS:
+            return getattr(os, name)
+
+        def call(*args: Any, **_: Any) -> Any:
+            client = self._client
+            client.calls += _CALLS[name]
+            return getattr(client, name)(*(os.fsdecode(arg) if name in _NAMED else arg for arg in args))
+
+        return call
 
     @property
     def _client(self) -> Client:
         assert self.client is not None
         return self.client
 
-    def _call(self, count: int = 1) -> Client:
-        self._client.calls += count
-        return self._client
 
-    def symlink(self, target: bytes | str, path: bytes | str) -> None:
-        self._call().symlink(os.fsencode(target), os.fsdecode(path))
-
-    def readlink(self, path: bytes | str) -> bytes:
-        return self._call().readlink(os.fsdecode(path))
-
-    def link(self, source: str, path: str) -> None:
-        self._call().link(source, path)
-
-    def unlink(self, path: str) -> None:
-        self._call().unlink(path)
-
-    def mkdir(self, path: str, mode: int = 0o700) -> None:
-        self._call().mkdir(path)
-
-    def listdir(self, path: str) -> list[str]:
-        return self._call(3).listdir(path)
-
-    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        return self._call().open(path, flags)
-
-    def close(self, fd: int) -> None:
-        self._client.close(fd)
-
-    def read(self, fd: int, size: int) -> bytes:
-        return self._client.read(fd, size)
-
-    def write(self, fd: int, data: Any) -> int:
-        return self._client.write(fd, bytes(data))
-
-    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
-        return self._client.pwrite(fd, data)
-
-    def fsync(self, fd: int) -> None:
-        self._client.fsync(fd)
-
-    def fstat(self, fd: int) -> os.stat_result:
-        return self._client.fstat(fd)
-
-    def ftruncate(self, fd: int, size: int) -> None:
-        """Values that are rewritten here never get shorter."""
+_NAMED = ("readlink", "link", "unlink", "listdir")
+_CALLS = {
+    **dict.fromkeys(("symlink", "mkdir", "open", *_NAMED), 1),
+    **dict.fromkeys(("close", "read", "write", "pwrite", "fsync", "fstat", "ftruncate"), 0),
+    "listdir": 3,
+}
+"""What the client does → system calls that name a file or list a folder."""
 
 
 class ModelPath:

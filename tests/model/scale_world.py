@@ -28,7 +28,7 @@ from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.store import file_store
-from tests.bench.scale_server import Client, ClientClock, ModelOs, Server
+from tests.model.scale_server import Client, ClientClock, ModelOs, Server
 
 ROOT = "/runs/20260101-120000-train/attempt-000/store"
 """Where the store lies below the mount: its folders' attributes are asked for too."""
@@ -77,8 +77,6 @@ class Node:
         self.sent_about: dict[str, int] = {}
         self.notifications: list[tuple[frozenset[str], tuple[Address, ...]]] = []
         self.final_at: dict[int, float] = {}
-        self.closed_at: float | None = None
-        self.told: set[str] = set()
         self._running = -1
 
     def _in_lanes(self, keys: Sequence[str]) -> list[str | None]:
@@ -110,7 +108,6 @@ class Node:
 
     def on_event(self, event: RunEvent) -> None:
         name = name_of(event)
-        self.told.add(name)
         self.world.events.append((self.client.now, self.info.node, name))
 
     def on_record(self, record: RoundRecord) -> None:
@@ -125,7 +122,6 @@ class Node:
             self._running = record.round
             self.final_at[record.round] = self.client.now
         elif record.status is Status.CLOSED:
-            self.closed_at = self.client.now
             self.ask(participant.claims.deregister)
         elif record.status is Status.JOINABLE and 0 <= self._running < record.round:
             self._running = -1
@@ -146,12 +142,9 @@ class World:
         self.now = 0.0
         self.nodes: list[Node] = []
         self.events: list[tuple[float, int, str]] = []
-        self.steps = 0
-        self.datagrams = 0
         self.most_sent_at_once = 0
         """Datagrams of one node about one record."""
         self._by_address: dict[Address, Node] = {}
-        self._by_uid: dict[str, Node] = {}
         self._queue: list[tuple[float, int, Node | None, Callable[[], None]]] = []
         self._order = itertools.count()
         self._os = ModelOs()
@@ -195,7 +188,6 @@ class World:
             node = Node(self, index, doorbell=self.doorbell)
             self.nodes.append(node)
             self._by_address[node.address] = node
-            self._by_uid[node.info.uid] = node
             if index != OBSERVER_NODE:
                 node.participant.join()
             self._step(node, notified=False)
@@ -218,7 +210,6 @@ class World:
                 continue
             plan = sender.participant.beats()
             for hears, addresses in ((True, plan.heard), (False, plan.unheard)):
-                self.datagrams += len(addresses)
                 for address in addresses:
                     other = self._by_address.get(address)
                     if other is None or not other.alive:
@@ -229,7 +220,6 @@ class World:
 
     def send(self, at: float, sender: Node, address: Address, about: str, forward: tuple[Address, ...]) -> None:
         """A notification."""
-        self.datagrams += 1
         other = self._by_address.get(address)
         if other is not None and other.alive and sender.alive:
             uid = sender.info.uid
@@ -272,7 +262,6 @@ class World:
         self._os.client = node.client
         delay = node.participant.step(notified=notified)
         self._os.client = None
-        self.steps += 1
         node.busy_until = node.client.now
         node.turn += 1
         turn = node.turn

@@ -11,44 +11,23 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+from tests.bench.numbers import Number
+from tests.bench.systems import ROOT
 from tests.rigs.local_run import LocalRun
 from tests.rigs.many_restarts import restart
 from tests.rigs.processes import cost, deaths_of, guardian_of, resident_mb
 
-ROOT = Path(__file__).resolve().parents[2]
 _SLEEPER = ["--no-python", "sh", "-c", "touch $LOCAL_RUN_STAGE/$RANK.$TORCHELASTIC_RESTART_COUNT.$$; exec sleep 1000"]
 _STUBBORN = ["--no-python", "sh", "-c", f"trap '' TERM; {_SLEEPER[-1]}"]
 _FIRST_LOOK = ["--no-python", "sh", "-c", f"cat /proc/$PPID/task/*/schedstat > $LOCAL_RUN_STAGE/cost; {_SLEEPER[-1]}"]
 _GRACE = 1.0
 _COMPILED: dict[str, str] = {}
-"""Environment of all that is measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    """One row."""
-
-    title: str
-    unit: str
-    values: Sequence[float]
-    goal: float | None = None
-    """At most, of the median."""
-    note: str = ""
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    @property
-    def is_met(self) -> bool:
-        return self.goal is None or self.median <= self.goal
 
 
 def measure(*, quick: bool) -> list[Number]:
-    """All of them: some 30 s where `quick`, else two minutes."""
+    """Two minutes; 30 s where `quick`."""
     with tempfile.TemporaryDirectory(prefix="bench-") as cache:
         # Compiled, as an installation is: with PYTHONDONTWRITEBYTECODE each agent would compile all, and grow by it.
         _COMPILED.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=cache)
@@ -58,18 +37,6 @@ def measure(*, quick: bool) -> list[Number]:
         numbers += _stubborn(rounds=1 if quick else 3)
         numbers += _restarts(*((60, 20) if quick else (1000, 100)))
     return numbers
-
-
-def number_table(heading: str, numbers: Sequence[Number]) -> list[str]:
-    """The lines of a Markdown table."""
-    found = [f"| {heading} | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
-    for number in numbers:
-        least, most = min(number.values), max(number.values)
-        told = f"{number.median:.3g} {number.unit}" + (f" ({least:.3g}–{most:.3g})" if most > least else "")
-        goal = "–" if number.goal is None else f"≤ {number.goal:.3g} {number.unit}"
-        met = "–" if number.goal is None else "yes" if number.is_met else "**no**"
-        found.append(f"| {number.title}{f'; {number.note}' if number.note else ''} | {told} | {goal} | {met} |")
-    return found
 
 
 def _start(repetitions: int) -> Iterator[Number]:
@@ -118,15 +85,9 @@ def _run(nodes: int, nproc: int, command: Sequence[str], *options: str) -> Itera
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         arguments = ["--max-restarts", "100", "--max-same-failures", "0", *options]
         run = LocalRun(
-            Path(folder),
-            "",
-            nodes=nodes,
-            nproc=nproc,
-            interpreter=command,
-            options=arguments,
-            heartbeat_ttl=20.0,
+            Path(folder), "", nodes=nodes, nproc=nproc, interpreter=command, options=arguments, heartbeat_ttl=20.0,
             environ=_COMPILED,
-        )
+        )  # fmt: skip
         run.__enter__()
         try:
             yield run

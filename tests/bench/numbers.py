@@ -1,0 +1,39 @@
+"""One row of a benchmark's table, and the table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    title: str
+    unit: str
+    values: Sequence[float]
+    goal: float | None = None
+    """At most, of the median."""
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+def number_table(heading: str, numbers: Sequence[Number]) -> str:
+    found = [f"| {heading} | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
+    for number in numbers:
+        least, most = min(number.values), max(number.values)
+        shown = f"{number.median:.3g} {number.unit}" + (f" ({least:.3g}–{most:.3g})" if most > least else "")
+        goal = "–" if number.goal is None else f"≤ {number.goal:.3g} {number.unit}"
+        met = "–" if number.goal is None else "yes" if number.median <= number.goal else "**no**"
+        found.append(f"| {number.title}{f'; {number.note}' if number.note else ''} | {shown} | {goal} | {met} |")
+    return "\n".join(found) + "\n"
+
+
+def ratio(title: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None, *, unit: str = "s") -> Number:
+    """Each of our values by the other's of the same repetition."""
+    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+    note = f"{statistics.median(ours):.3g} by {statistics.median(theirs):.3g} {unit}"
+    return Number(title=title, unit="×", values=ratios, goal=goal, note=note)
