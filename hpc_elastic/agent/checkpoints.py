@@ -13,10 +13,9 @@ from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, PreemptionStatus, seconds_to_save
+from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, PreemptionStatus
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.option_values import GrowPolicy
-from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
 
 if TYPE_CHECKING:
@@ -104,11 +103,6 @@ class CheckpointWatch(Part):
 
 
 PREEMPTION_LOOK_SECONDS = 0.2
-
-
-def notice_of(spec: RunSpec, reason: str) -> PreemptionNotice:
-    """The agent received a signal itself: how much time is left is not known."""
-    return PreemptionNotice(reason, seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout))
 
 
 class PreemptionReply(Struct, frozen=True, kw_only=True):

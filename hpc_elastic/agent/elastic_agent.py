@@ -17,7 +17,8 @@ from typing import Any
 from msgspec import Struct
 
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
-from hpc_elastic.agent.supervision import (
+from hpc_elastic.agent.supervision import WorkerState
+from hpc_elastic.agent.worker_group import (
     DEFAULT_ROLE,
     Rendezvous,
     Round,
@@ -26,7 +27,6 @@ from hpc_elastic.agent.supervision import (
     WorkerGroup,
     WorkerGroupFailureError,
     WorkerSpec,
-    WorkerState,
 )
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock, pause

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from hpc_elastic.agent.checkpoints import notice_of
-from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.agent.round_events import log_coordination
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import wait_readable
@@ -27,12 +26,11 @@ from hpc_elastic.base.outcome import (
     ExitCode,
     Outcome,
 )
-from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED, EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.preemption import PreemptionNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.agent_events import AgentFailed
 from hpc_elastic.run.event_types import RunEvent
@@ -148,7 +146,9 @@ class HeardSignals:
         self._site.coordination.ask(lambda participant: participant.to_all.heard(what))
 
     def _give_notice(self, number: signal.Signals) -> None:
-        notice = notice_of(self._site.me.spec, f"{number.name} on {self._site.me.host}")
+        spec = self._site.me.spec  # the agent received a signal itself: how much time is left is not known
+        seconds = seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout)
+        notice = PreemptionNotice(f"{number.name} on {self._site.me.host}", seconds)
         self._site.coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end(self, number: signal.Signals) -> None:
@@ -263,6 +263,8 @@ def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, s
     Returns its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node
     belongs to the job; None where it could not be run to its end.
     """
+    from hpc_elastic.base.self_command import own_command
+
     how = "--finish" if confirmed else "--finish-unconfirmed"
     argv = own_command("batch", how, str(attempt), uid, run_dir)
     try:

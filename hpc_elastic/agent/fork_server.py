@@ -33,8 +33,7 @@ from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.preload import Preload, load_preload, preload_for
 from hpc_elastic.run.spec import EntryKind
 from hpc_elastic.workers.linux import oom_kill_count
-from hpc_elastic.workers.spawn import WorkerProcess, pipe_bytes_for
-from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
+from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerProcess, pipe_bytes_for
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.node_agent import NodeAgent

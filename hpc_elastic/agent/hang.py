@@ -1,120 +1,27 @@
-"""Pure decisions on whether a run hangs, and for which rank the others wait, over what several sources show.
+"""Pure decisions on whether a run hangs, and for which rank the others wait, over what the kernel shows.
 
-`judge` finds a worker that gave no heartbeat for the timeout of its section: one node's agent judges its own workers by
-one clock; across nodes only steps and *ages* are compared, never times. `next_stall` and `judge_run` need no heartbeat:
-a node stalls where each of its workers rests, by what the kernel counts of it, or runs and does not answer since some
-thread holds the interpreter; the run hangs where all nodes stall for longer than it ever did before.
+A node stalls where each of its workers rests, by what the kernel counts of it, or runs and does not answer since some
+thread holds the interpreter; the run hangs where all nodes stall for longer than it ever did before. Heartbeats are
+judged in `heartbeat_watch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.heartbeats import RankBeat
+from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.run.activities import Activity
-from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
 from hpc_elastic.run.suspicions import NodeStall, Source, StalledRank
-from hpc_elastic.worker_api.heartbeat_record import STEP
 
 HANG_FINGERPRINT = "hang:"
 STOPPED_FINGERPRINT = "hang:stopped"
 KERNEL_FINGERPRINT = "hang:kernel"
 """A worker sat in the kernel, where no signal reached it."""
-LEARNED_INTERVALS = 20
-"""Least number of times between two heartbeats from which a timeout is learned."""
-LEARNED_FACTOR = 5.0
-SLACK_SECONDS = 1.0
-SLACK_SHARE = 0.1
-
-
-class Hang(Struct, frozen=True, kw_only=True):
-    source: Source
-    reason: str
-    ranks: tuple[int, ...] = ()
-    """Global ranks that the others wait for; empty: not known."""
-    seconds: float = 0.0
-    """How long there was no progress; for a section's timeout, the timeout."""
-    hung: Mapping[int, str] = {}
-    """Local rank → why, of the workers here that hang and look the same."""
-    may_be_rest: bool = False
-    """Nothing shows that ranks wait for each other: never acted on."""
-
-
-def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) -> str:
-    """Returns ``no heartbeat for 92.0 s in section 'step' at step 1200 (timeout 60 s)``."""
-    where = f" in section {beat.section!r}" if beat.section else ""
-    step = f" at step {beat.step}" if beat.step is not None else ""
-    timeout = f" (timeout {limit:g} s)" if limit is not None else ""
-    return f"no heartbeat for {beat.age(now):.1f} s{where}{step}{timeout}"
-
-
-def learned_timeout(intervals: int, longest: float) -> float | None:
-    return None if intervals < LEARNED_INTERVALS else max(LEARNED_LEAST, LEARNED_FACTOR * longest)
-
-
-def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None = None) -> float | None:
-    if beat.section == STEP and timeouts.learns_step:
-        return learned
-    return timeouts.seconds.get(beat.section)
-
-
-def judge(
-    beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
-) -> Hang | None:
-    here = tuple(beats)
-    limits = ((beat, limit_of(beat, timeouts, learned=learned)) for beat in here)
-    silent = [(beat, limit) for beat, limit in limits if limit is not None and beat.age(now) >= limit]
-    if not silent:
-        return None
-    first, limit = min(silent, key=lambda found: _lag(found[0]))
-    step = -1 if first.step is None else first.step
-    if behind := lagging(here, step=step, age=first.age(now), now=now):
-        hung, first = describe_lagging(behind, step=step, now=now), behind[0]
-    else:  # a worker that is a step further waits for it
-        level = [found for found in silent if found[0].step is None or found[0].step <= step]
-        hung = {beat.local_rank: describe_silence(beat, now, limit=its) for beat, its in level}
-    reason = f"rank {first.rank} hangs: {hung[first.local_rank]}"
-    return Hang(source=Source.HEARTBEAT, reason=reason, ranks=(first.rank,), seconds=limit, hung=hung)
-
-
-def describe_lagging(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
-    return {
-        beat.local_rank: f"{describe_silence(beat, now)}, while others are at step {step} and wait"
-        for beat in behind
-        if beat.step == behind[0].step
-    }
-
-
-def next_look(
-    beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
-) -> float | None:
-    """Not later than the shortest timeout from now: a worker may be in another section by then."""
-    if timeouts.shortest is None:
-        return None
-    limits = ((beat, limit_of(beat, timeouts, learned=learned)) for beat in beats)
-    return min([now + timeouts.shortest, *(beat.at + limit for beat, limit in limits if limit is not None)])
-
-
-def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> tuple[RankBeat, ...]:
-    """Workers of this node that a worker, here or on another node, waits for, which is silent at `step` for `age`.
-
-    In a collective all wait for the worker that did not come, and the first whose time is over may be one that waits.
-    The one that hangs is behind in steps, and has been silent for about as long (less a second, or a tenth, in which
-    reports are under way). The furthest behind first; never a worker that has reported no step: in many scripts one
-    rank reports for all.
-    """
-    least = age - max(SLACK_SECONDS, SLACK_SHARE * age)
-    behind = [beat for beat in beats if beat.step is not None and beat.step < step and beat.age(now) >= least]
-    return tuple(sorted(behind, key=_lag))
-
-
-def _lag(beat: RankBeat) -> tuple[int, float, int]:
-    return -1 if beat.step is None else beat.step, beat.at, beat.rank
 
 
 def may_be_a_bug(fingerprint: str) -> bool:
@@ -122,8 +29,6 @@ def may_be_a_bug(fingerprint: str) -> bool:
     happens."""
     return bool(fingerprint) and fingerprint not in (STOPPED_FINGERPRINT, KERNEL_FINGERPRINT)
 
-
-# -- without heartbeats ------------------------------------------------------------------------------------------------
 
 IDLE_CPU, IDLE_BYTES, IDLE_SWITCHES = 0.02, 16384.0, 1000.0
 """A worker is idle below this share of a core, and these numbers a second: a thread that looks at times is no work.

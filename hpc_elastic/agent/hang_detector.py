@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS
-from hpc_elastic.agent.hang import Counts, Hang, Stall, judge_run, next_stall
+from hpc_elastic.agent.hang import Counts, Stall, judge_run, next_stall
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.agent.health_checks import HealthChecks
+from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_ras import ADDRESS_VARIABLE, ENABLE_VARIABLE, choose_address
 from hpc_elastic.agent.nccl_watch import NcclWatch, StallFound, open_call
 from hpc_elastic.agent.part import Condemned, Part, save_if_possible

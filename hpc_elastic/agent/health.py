@@ -14,6 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
+from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import describe_no_descriptor, is_refusal
 from hpc_elastic.base.files import make_private_dir
@@ -124,22 +125,6 @@ class Finding(Struct, frozen=True, kw_only=True):
     """The run directory's filesystem refuses, or does not answer: that need not be this node's fault."""
     is_usage: bool = False
     """The user's own check can't be started as it was given: no other try would do better."""
-
-
-class HealthVerdict(Struct, frozen=True, kw_only=True):
-    reason: str = ""
-    """``health check failed: …``; empty: the node is fit."""
-    checks: tuple[str, ...] = ()
-    warnings: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    is_refusal: bool = False
-    """Nothing else is wrong than that the run directory's filesystem refuses, or does not answer."""
-    is_usage: bool = False
-    """Nothing else is wrong than that the user's own check can't be started as it was given."""
-
-    @property
-    def is_healthy(self) -> bool:
-        return not self.reason
 
 
 def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:

@@ -25,7 +25,6 @@ from hpc_elastic.agent.health import (
     Finding,
     GpuFacts,
     HealthPlan,
-    HealthVerdict,
     SharedFacts,
     did_not_answer,
     judge_clock,
@@ -43,7 +42,7 @@ from hpc_elastic.agent.health import (
     sum_up_findings,
 )
 from hpc_elastic.agent.health_gpu import from_json
-from hpc_elastic.agent.part import Part
+from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import LOOPBACK, links

@@ -26,8 +26,9 @@ from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import MetricSink
 from hpc_elastic.agent.part import Condemned, Place
-from hpc_elastic.agent.supervision import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.agent.worker_group import RunResult, WorkerGroup, WorkerSpec
 from hpc_elastic.base.clock import Clock, RunClock, pause
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir

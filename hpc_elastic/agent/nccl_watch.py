@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import Hang, limit_without_progress
+from hpc_elastic.agent.hang import limit_without_progress
+from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_ras import NotOursError, ask_ras, nccl_version, parse_address
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor

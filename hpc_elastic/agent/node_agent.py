@@ -28,9 +28,8 @@ from hpc_elastic.agent.ending import (
     finish_if_unclaimed,
     leave_run,
 )
-from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
-from hpc_elastic.agent.part import AgentSite, Condemned, Part, fork_workers, watched
+from hpc_elastic.agent.part import AgentSite, Condemned, HealthVerdict, Part, fork_workers, watched
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
 from hpc_elastic.agent.round_workers import LOAD_SECONDS, RoundWorkers, confirm_round, load, log_stopped
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
@@ -45,9 +44,8 @@ from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.agent_events import AgentEnded, WorkersStarted, WorkersStopping, WorkersSucceeded
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.workers.linux import SignalQueue
-from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
+from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError, reap_orphans
 from hpc_elastic.workers.stop import Stopped
-from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.failure_reports import FailureReports

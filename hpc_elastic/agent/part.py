@@ -24,7 +24,7 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.run.option_values import StartMethod
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.slow_ranks import OnSlowRank
-from hpc_elastic.workers.user_command import EnvironmentChange
+from hpc_elastic.workers.spawn import EnvironmentChange
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -60,6 +60,22 @@ class Condemned(Struct, frozen=True, kw_only=True):
     """`HANG`: the stacks of all workers are taken first."""
     ranks: Mapping[int, str] = {}
     """Local rank → why; empty: no worker of this node is at fault, but this package or a worker elsewhere."""
+
+
+class HealthVerdict(Struct, frozen=True, kw_only=True):
+    reason: str = ""
+    """``health check failed: …``; empty: the node is fit."""
+    checks: tuple[str, ...] = ()
+    warnings: Mapping[str, str] = {}
+    notes: tuple[str, ...] = ()
+    is_refusal: bool = False
+    """Nothing else is wrong than that the run directory's filesystem refuses, or does not answer."""
+    is_usage: bool = False
+    """Nothing else is wrong than that the user's own check can't be started as it was given."""
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.reason
 
 
 class Place(Struct, frozen=True, kw_only=True):

@@ -22,8 +22,6 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
-from hpc_elastic.slurm.notation import device_count
 from hpc_elastic.store.base import Store, StoreFullError
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import Notifier, open_notifier
@@ -135,6 +133,9 @@ def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path
         return len(os.sched_getaffinity(0))
     if asked not in ("auto", "gpu"):
         raise UsageError(f"--nproc-per-node {asked}: give a number, auto, gpu or cpu")
+    from hpc_elastic.slurm.job_environment import JobEnvironment, in_job  # a number was given to most agents
+    from hpc_elastic.slurm.notation import device_count
+
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if in_job(env):
         gpus = JobEnvironment.from_env(env).node.gpus

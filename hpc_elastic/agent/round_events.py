@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.heartbeat_watch import describe_beat
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.agent.worker_environment import RoundFacts
+from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import Clock, Offset, uptime_ns
 from hpc_elastic.rendezvous.state import node_of
 from hpc_elastic.run.agent_events import (
@@ -51,6 +50,7 @@ from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.events import EventLog
 
 if TYPE_CHECKING:
+    from hpc_elastic.agent.worker_environment import RoundFacts
     from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.store.notifier import Notifier
 

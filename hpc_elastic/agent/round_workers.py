@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from hpc_elastic.agent.part import Place
 from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.agent.store_server import StoreBindError, torch_available
-from hpc_elastic.agent.worker_environment import round_facts, worker_command, worker_environment
 from hpc_elastic.base.file_executor import FilesystemHangsError
 from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.base.outcome import Outcome
@@ -22,8 +21,8 @@ from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.agent_events import WorkersStopped
 from hpc_elastic.run.option_values import shown_in_job_log
+from hpc_elastic.workers.spawn import EnvironmentChange
 from hpc_elastic.workers.stop import Stopped
-from hpc_elastic.workers.user_command import EnvironmentChange
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import ForkWorkers, LocalWorkers
@@ -40,8 +39,9 @@ def load() -> None:
     It is most of what an agent imports, so joining does not wait for it; but no worker starts before
     it: a mount that hangs later must not keep the agent from reporting what failed.
     """
-    import_module("hpc_elastic.agent.local_workers")
-    import_module("hpc_elastic.agent.failure_reports")
+    for name in ("local_workers", "failure_reports", "worker_environment", "address_filter"):
+        import_module(f"hpc_elastic.agent.{name}")
+    import_module("hpc_elastic.rendezvous.errors")
 
 
 FIND_TORCH_SECONDS = 60.0
@@ -94,6 +94,8 @@ def _open_master(site: AgentSite, record: RoundRecord, change: EnvironmentChange
 
 class RoundWorkers:
     def __init__(self, site: AgentSite, record: RoundRecord, *, change: EnvironmentChange) -> None:
+        from hpc_elastic.agent.worker_environment import round_facts
+
         self._site, self._change = site, change
         self.layout = rank_layout(record.members, site.info.uid)
         self.facts = round_facts(
@@ -144,6 +146,8 @@ class RoundWorkers:
         )
 
     def start(self, group: LocalWorkers, environ: Mapping[str, str]) -> None:
+        from hpc_elastic.agent.worker_environment import worker_command, worker_environment
+
         site, facts, spec = self._site, self.facts, self._site.me.spec
         changed = self._change.apply(environ)
         group.start(

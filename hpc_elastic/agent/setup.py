@@ -11,19 +11,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_elastic.agent.health import HealthVerdict
-from hpc_elastic.agent.part import Part
+from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.files import make_private_dir, write_private
 from hpc_elastic.base.loop import Inbox, wait_readable
 from hpc_elastic.run.agent_events import UserCommandEnded
-from hpc_elastic.workers.spawn import WorkerStartError
+from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.user_command import (
     END_SECONDS,
     KEPT_ENVIRONMENT,
-    NO_CHANGE,
     CommandEnd,
-    EnvironmentChange,
     UserCommand,
     last_lines,
     read_change,

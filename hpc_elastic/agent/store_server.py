@@ -21,20 +21,18 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.part import MESSAGE_LIMIT, Condemned, ProcessPart
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
-from hpc_elastic.base.self_command import source_command
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.workers.spawn import find_program
-from hpc_elastic.workers.user_command import EnvironmentChange
+from hpc_elastic.workers.spawn import EnvironmentChange, find_program
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
+    from hpc_elastic.agent.address_filter import Guard
     from hpc_elastic.agent.node_agent import NodeAgent
 
 logger = logging.getLogger(__name__)
@@ -370,6 +368,8 @@ def _bound(family: socket.AddressFamily, address: str, port: int | None, *, shar
 
 def _guard(family: socket.AddressFamily, address: str, port: int | None) -> Guard | None:
     """Both its sockets are bound to the port; `None` where the kernel can't do that. Raises `OSError`."""
+    from hpc_elastic.agent.address_filter import Guard
+
     first = _bound(family, address, port)
     try:
         return Guard(first, lambda same: _bound(family, address, same, shared=True))
@@ -388,6 +388,8 @@ def torch_available(python: str) -> bool:
 
         spec = importlib.util.find_spec("torch")
         return spec is not None and spec.origin is not None
+    from hpc_elastic.base.self_command import source_command
+
     try:
         done = subprocess.run(
             source_command(found, _FIND_TORCH),

@@ -11,7 +11,7 @@ from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.worker_api.agent_store import STORE_VARIABLE
-from hpc_elastic.workers.user_command import EnvironmentChange
+from hpc_elastic.workers.spawn import EnvironmentChange
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 

@@ -20,7 +20,6 @@ from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, node_of, supersedes
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0
@@ -155,6 +154,8 @@ class Ending:
             if self._in_charge:
                 self._listener.on_event(EndClaimed(by=self._uid))
             elif self._in_charge is False:
+                from hpc_elastic.run.supervisor_events import EndTakenOver  # the supervisor's alone
+
                 self._listener.on_event(EndTakenOver(by=self._store.get(_BY) or ""))
         if self._all_departed:
             return

@@ -21,7 +21,6 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 
 OBSERVER_PLACE = 99999
@@ -229,6 +228,8 @@ def decode_record(
     number: int, value: Mapping[str, Any], *, run_id: str, known: RoundRecord | None = None
 ) -> RoundRecord:
     """A record from the log; `known` has the same member list, where it refers to another (`members_elsewhere`)."""
+    from hpc_elastic.rendezvous.errors import RendezvousStateError  # not at an agent's start
+
     try:
         if value["v"] != codec.VERSION:
             raise RendezvousStateError(run_id=run_id, number=number, why=f"of format version {value['v']!r}")

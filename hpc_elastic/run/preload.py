@@ -10,9 +10,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
-
-AUTO = "auto"
-"""Value of ``--preload``: torch, and the imports that workers are seen to make of it and of the script's libraries."""
+from hpc_elastic.run.spec import AUTO
 
 
 class Preload(Struct, frozen=True, kw_only=True):

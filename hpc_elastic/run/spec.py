@@ -36,10 +36,12 @@ from hpc_elastic.run.option_values import (
     parse_std_streams,
     rdzv_values,
 )
-from hpc_elastic.run.preload import AUTO
 from hpc_elastic.run.slow_ranks import OnSlowRank
 from hpc_elastic.run.suspicions import HangSettings, parse_hangs
 from hpc_elastic.worker_api.restart_group import RestartWith
+
+AUTO = "auto"
+"""Value of ``--preload``: torch, and the imports that workers are seen to make of it and of the script's libraries."""
 
 
 class UnreadableRunError(UnreadableFileError):

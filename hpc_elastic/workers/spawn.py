@@ -53,6 +53,23 @@ class Inherited(Struct, frozen=True, kw_only=True):
     """Soft and hard RLIMIT_NOFILE; None: as they are."""
 
 
+class EnvironmentChange(Struct, frozen=True, kw_only=True):
+    put: Mapping[str, str] = {}
+    unset: frozenset[str] = frozenset()
+    python: str = ""
+    """The interpreter that it has put first on PATH; empty: the one that was first still is."""
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """`argv` by that interpreter where it would be by this process' own, which no one has chosen."""
+        return [self.python, *argv[1:]] if self.python and argv[0] == sys.executable else list(argv)
+
+    def apply(self, env: Mapping[str, str]) -> dict[str, str]:
+        return {**{name: value for name, value in env.items() if name not in self.unset}, **self.put}
+
+
+NO_CHANGE = EnvironmentChange()
+
+
 class ExitStatus(Struct, frozen=True, kw_only=True):
     exitcode: int
     """0–255, or minus the signal's number, as `subprocess` has it."""

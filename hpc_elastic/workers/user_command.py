@@ -10,17 +10,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import start_thread, wait_readable
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.spawn import Inherited, WorkerProcess, find_program, start_worker
+from hpc_elastic.workers.spawn import EnvironmentChange, Inherited, WorkerProcess, find_program, start_worker
 from hpc_elastic.workers.tree import JOB_VARIABLE
 
 TOKEN_VARIABLE = "HPC_ELASTIC_COMMAND_TOKEN"
@@ -215,23 +214,6 @@ __done=1
 in a file that it sources. `module` and `conda activate` work where site and conda are set up for login shells alone.
 A file that is sourced without arguments sees those of its caller: it has none (oneAPI's setvars.sh refuses others). The
 EXIT trap is for ``exit 0``, and may be replaced."""
-
-
-class EnvironmentChange(Struct, frozen=True, kw_only=True):
-    put: Mapping[str, str] = field(default_factory=dict)
-    unset: frozenset[str] = frozenset()
-    python: str = ""
-    """The interpreter that it has put first on PATH; empty: the one that was first still is."""
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """`argv` by that interpreter where it would be by this process' own, which no one has chosen."""
-        return [self.python, *argv[1:]] if self.python and argv[0] == sys.executable else list(argv)
-
-    def apply(self, env: Mapping[str, str]) -> dict[str, str]:
-        return {**{name: value for name, value in env.items() if name not in self.unset}, **self.put}
-
-
-NO_CHANGE = EnvironmentChange()
 
 
 def setup_command(setup: str) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent import health_checks
-from hpc_elastic.agent.health import HealthPlan, HealthVerdict, RoomFacts, SharedFacts
+from hpc_elastic.agent.health import HealthPlan, RoomFacts, SharedFacts
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
+from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.run.health_limits import Check

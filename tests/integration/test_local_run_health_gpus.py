@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.health import GpuDevice, GpuFacts, HealthPlan, HealthVerdict
+from hpc_elastic.agent.health import GpuDevice, GpuFacts, HealthPlan
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.self_command import module_command

@@ -238,15 +238,16 @@ def test_it_outlives_terminations_and_loses_only_its_own_round(make_server: Call
 
 
 AGENT = """
-import os, select, sys
+import os, sys
 from pathlib import Path
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.agent.store_server import StoreServer, StoreState
 server = StoreServer(sys.executable, log_path=Path(sys.argv[1]), environ=dict(os.environ))
 _, port = server.bind("127.0.0.1", None)
 server.serve()
 if sys.argv[2] == "serving":
     while server.handle() is not StoreState.SERVING:
-        wait_readable(server.watched(), DEADLINE)
+        wait_readable(server.watched(), 30)
 print(server.pid, port, flush=True)
 sys.stdin.readline()
 """

@@ -94,7 +94,7 @@ AGENT = (
     "    if name != 'fork_server': __import__(f'hpc_elastic.agent.{name}')\n"
 )
 """All that is loaded when the first worker starts."""
-MOST_AT_START = 115
+MOST_AT_START = 90
 """Modules of ours that an agent imports before it asks to join; 160 with all that it may need."""
 
 

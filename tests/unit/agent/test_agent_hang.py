@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_elastic.agent.hang import LEARNED_INTERVALS, Hang, judge, lagging, learned_timeout, limit_of, next_look
+from hpc_elastic.agent.heartbeat_watch import (
+    LEARNED_INTERVALS,
+    Hang,
+    judge,
+    lagging,
+    learned_timeout,
+    limit_of,
+    next_look,
+)
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
 

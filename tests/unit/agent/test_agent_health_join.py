@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hpc_elastic.agent.ending import leave_run
-from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.health_checks import HealthChecks
 from hpc_elastic.agent.node_agent import NodeAgent
+from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
 from tests.unit.agent.test_agent_node_agent import (  # noqa: F401

@@ -19,8 +19,8 @@ from hpc_elastic.agent import ending, local_workers, node_agent, round_workers
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.checkpoints import PreemptionWatch
 from hpc_elastic.agent.fork_server import ForkServer
-from hpc_elastic.agent.hang import Hang
 from hpc_elastic.agent.hang_detector import HangDetector
+from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, Part, Place
@@ -42,9 +42,8 @@ from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
 from hpc_elastic.store.base import StoreError
-from hpc_elastic.workers.spawn import WorkerStartError
+from hpc_elastic.workers.spawn import EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.stop import Stopped, Survivor
-from hpc_elastic.workers.user_command import EnvironmentChange
 from tests.rigs.agent_site import make_site, make_spec
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock

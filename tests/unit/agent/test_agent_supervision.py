@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.agent.supervision import (
-    TRANSITIONS,
-    WORKER_STATE,
-    Event,
-    Phase,
-    WorkerGroupFailureError,
-    WorkerGroupFailureException,
-    WorkerState,
-    next_phase,
-)
+from hpc_elastic.agent.supervision import TRANSITIONS, WORKER_STATE, Event, Phase, WorkerState, next_phase
+from hpc_elastic.agent.worker_group import WorkerGroupFailureError, WorkerGroupFailureException
 
 
 def test_every_phase_has_a_row_and_can_be_reached() -> None:

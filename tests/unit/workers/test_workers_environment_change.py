@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.workers.user_command import (
-    NO_CHANGE,
-    CommandEnd,
-    EnvironmentChange,
-    describe_end,
-    last_lines,
-    read_change,
-    setup_command,
-)
+from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange
+from hpc_elastic.workers.user_command import CommandEnd, describe_end, last_lines, read_change, setup_command
 
 BASE = {"PATH": "/usr/bin", "GONE": "1", "KEPT": "1", "HPC_ELASTIC_TAG": "mine", "PWD": "/here"}
 
