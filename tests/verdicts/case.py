@@ -2,55 +2,39 @@
 
 The expectation is written before the case is run for the first time. It changes only where it was a mistake, and the
 case's comment says so.
+
+The cases stand in ``cases/*.txt``, a file for each group::
+
+    === NAME of the case
+    ranks = [1]              the fields of `Case`, as TOML
+    ---
+    @@GLOO                   the script; this line stands for a shared text: === @@GLOO, in _shared.txt or in this file
+    raise ValueError         ($1, $2 … in it: what follows the name, parted by " | ")
+    --- data.txt             the texts of further files
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
+import os
+import re
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.rigs.local_run import LocalRun
 
-FOLDER = Path(__file__).resolve().parent
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
-ENVIRON = """\
-import os, sys, time
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-local_rank = int(os.environ["LOCAL_RANK"])
-"""
-"""A script's beginning: the variables that every launcher gives. It needs no torch."""
-
-TORCH = (
-    ENVIRON
-    + """\
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-"""
-)
-"""A script's beginning that imports torch and makes no process group."""
-
-GLOO = (
-    TORCH
-    + """\
-dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-dist.barrier()
-"""
-)
-"""A script's beginning: all ranks have met, so that no rank fails while others still start.
-
-For a short timeout a script makes a group of its own: on a busy machine the ranks come here many seconds apart."""
-
-MEET = """\
-def meet(name):
-    open(f"{name}-{rank}", "w").close()
-    while not all(os.path.exists(f"{name}-{other}") for other in range(world)):
-        time.sleep(0.02)
-meet("here")
-"""
-"""For scripts without torch, after `ENVIRON`: the ranks meet by files in the working directory."""
+FOLDER = Path(__file__).resolve().parent / "cases"
+_NO_LINE_END = "@@NO-LINE-END"
+"""A text's last line: the one before it ends without a line feed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +89,86 @@ def pid_of(run: LocalRun, rank: int, *, name: str = "pid") -> int:
     return int(run.until(lambda: path.exists() and path.read_text().strip(), f"file {path.name}"))
 
 
-def wait_file(run: LocalRun, name: str) -> Path:
-    """For `Case.act`: wait until the script has written a file."""
-    path = run.folder / name
-    run.until(path.exists, f"file {name}")
-    return path
+def _wait_files(run: LocalRun, name: str) -> None:
+    for path in (run.folder / f"{name}-{rank}" for rank in range(4)):
+        run.until(path.exists, f"file {path.name}")
+
+
+def _kill(run: LocalRun, rank: int, number: str) -> None:
+    for other in range(4):
+        pid_of(run, other)
+    os.kill(pid_of(run, rank), signal.Signals[number])
+
+
+def _kill_loader(run: LocalRun) -> None:
+    os.kill(pid_of(run, 2, name="loader"), signal.SIGKILL)
+
+
+def _kill_agent(run: LocalRun) -> None:
+    _wait_files(run, "here")
+    (run.folder / "second-round").touch()
+    os.kill(run.agent(1).pid, signal.SIGKILL)
+
+
+def _remove_checkpoint(run: LocalRun) -> None:
+    """What a clean-up job does in the night."""
+    _wait_files(run, "waiting")
+    (run.folder / "step-100.ckpt").unlink()
+    (run.folder / "cleaned").touch()
+
+
+_ACTS: Mapping[str, Callable[..., None]] = {
+    "kill": _kill,
+    "kill_loader": _kill_loader,
+    "kill_agent": _kill_agent,
+    "remove_checkpoint": _remove_checkpoint,
+}
+
+
+def _filled(text: str, shared: Mapping[str, str]) -> str:
+    """Put the shared texts in."""
+    lines = []
+    for line in text.splitlines(keepends=True):
+        name, _, given = line.strip().partition(" ")
+        if line.startswith("@@") and name in shared:
+            line = shared[name]
+            for number, argument in enumerate(given.split(" | "), start=1):
+                line = line.replace(f"${number}", argument)
+        lines.append(line)
+    return "".join(lines).removesuffix(f"\n{_NO_LINE_END}\n")
+
+
+def _parse(text: str, shared: dict[str, str]) -> list[Case]:
+    """The cases of one file, whose own shared texts come first."""
+    cases: list[Case] = []
+    top, *sections = re.split(r"^=== (.+)\n", text, flags=re.MULTILINE)
+    group = tomllib.loads(top).get("group")
+    for name, body in zip(sections[::2], sections[1::2], strict=True):
+        if name.startswith("@@"):
+            shared[name] = _filled(body, shared)
+            continue
+        head, _, script, *files = re.split(r"^---(?: (.+))?\n", body, flags=re.MULTILINE)
+        facts: dict[str, Any] = {"group": group, **tomllib.loads(head)}
+        facts |= {key: tuple(facts[key]) for key in ("ranks", "says", "not_says") if key in facts}
+        if "act" in facts:
+            act, *arguments = facts["act"]
+            facts["act"] = functools.partial(_ACTS[act], **dict(zip(("rank", "number"), arguments, strict=False)))
+        texts = {key: _filled(text, shared) for key, text in zip(files[::2], files[1::2], strict=True)}
+        cases.append(Case(name, script=_filled(script, shared), files=texts, **facts))
+    return cases
 
 
 def all_cases() -> tuple[Case, ...]:
-    """The cases of all ``cases_*.py``, by group and in the order in which they stand there.
+    """The cases of all files, by group and in the order in which they stand there.
 
     Raises:
         ValueError: Two cases have one name.
     """
+    shared: dict[str, str] = {}
+    _parse((FOLDER / "_shared.txt").read_text(encoding="utf-8"), shared)
     cases: list[Case] = []
-    for path in sorted(FOLDER.glob("cases_*.py")):
-        cases += importlib.import_module(f"tests.verdicts.{path.stem}").CASES
+    for path in sorted(FOLDER.glob("[!_]*.txt")):
+        cases += _parse(path.read_text(encoding="utf-8"), dict(shared))
     names = [case.name for case in cases]
     if double := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"cases of the same name: {', '.join(double)}")
