@@ -36,7 +36,7 @@ from hpc_elastic.run.agent_events import AgentFailed
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
-from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads
+from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, signals_unblocked
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.part import AgentSite
@@ -142,7 +142,7 @@ class HeardSignals:
             patience = ANSWER_SECONDS if kill_wait is None else min(ANSWER_SECONDS, kill_wait / 2)
             self.due = self._site.clock.monotonic() + patience
         self._asked = number
-        what = f"{number.name} on {self._site.me.host}"
+        what = f"{number.name} on {self._site.me.host} {self._signals.sender(number)}".rstrip()
         self._site.coordination.ask(lambda participant: participant.to_all.heard(what))
 
     def _give_notice(self, number: signal.Signals) -> None:
@@ -268,7 +268,8 @@ def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, s
     how = "--finish" if confirmed else "--finish-unconfirmed"
     argv = own_command("batch", how, str(attempt), uid, run_dir)
     try:
-        process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
+        with signals_unblocked():
+            process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
         try:
             return process.wait(FINISH_SECONDS)
         except subprocess.TimeoutExpired:

@@ -215,7 +215,7 @@ class NodeAgent:
             if number is signal.SIGCHLD:
                 reap_orphans(set(self.workers.pids if self.workers else ()) | self._helpers())
             elif self._heard.hear(number):
-                self._happens(Event.LEAVE, f"{number.name} received")
+                self._happens(Event.LEAVE, f"{number.name} received {self._signals.sender(number)}".rstrip())
             elif self._stop_due is not None and self.workers is not None:
                 self.workers.begin_stop(grace=self._heard.grace())  # Slurm may leave less time than was known
         if (overdue := self._heard.overdue()) is not None:

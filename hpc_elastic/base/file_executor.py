@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import errno
+import logging
 import resource
 import threading
 from collections import deque
@@ -19,6 +20,9 @@ from typing import TypeVar
 
 from hpc_elastic.base.clock import Clock, SystemClock, pause
 from hpc_elastic.base.loop import start_thread
+from hpc_elastic.errors import describe_error, where_raised
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -132,10 +136,11 @@ class FileExecutor:
         self._queue: deque[Callable[[], object] | None] = deque()
         self._changed = threading.Condition()
         self._since: float | None = None
+        self._failed = ""
         self._thread: threading.Thread | None = None
 
     def post(self, action: Callable[[], object]) -> None:
-        """Queue `action`; its exceptions are lost. Never blocks."""
+        """Queue `action`; its exceptions are logged. Never blocks."""
         self._put(action)
 
     def close(self, within: float) -> bool:
@@ -237,7 +242,10 @@ class FileExecutor:
             self._since = self._clock.monotonic()
             try:
                 action()
-            except Exception:
-                pass  # posted, so not waited for
+            except Exception as error:  # posted, so not waited for
+                failed = describe_error(error)
+                if failed != self._failed:  # a full disk refuses a file that is written again and again
+                    logger.error("a file operation failed: %s (%s)", failed, where_raised(error))
+                self._failed = failed
             finally:
                 self._since = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,8 +52,9 @@ _LINE_END = re.compile(rb"\r\n?|\n")
 _NOT_AHEAD_NS = 1_000_000_000
 """An error file's time that is later than the end by more is by a clock that was set."""
 _LIVED_ON_NS = 2_000_000_000
-"""A process that ends by a signal or an exit code of its own so long after it recorded an exception had handled it.
-torch writes whole seconds."""
+"""A process that ends by a signal or an exit code of its own so long after the whole second in which it recorded an
+exception had handled it."""
+_WHOLE_SECOND_NS = 1_000_000_000
 
 
 class Output(Protocol):
@@ -168,7 +170,7 @@ def _describe(
     text = undecorate(cleaned)
     file = read_error_file(error_file)
     recorded = _recorded(file) if file.found else None
-    if recorded is not None and not _did_not_end(recorded, file, text, facts):
+    if recorded is not None and not _did_not_end(recorded, file, text, facts, error_file):
         # Python prints what went up through ``@record``.
         printed_again = find_python_traceback(text, cleaned=True)
         is_same = printed_again is not None and _start(printed_again) == _start(recorded)
@@ -280,7 +282,7 @@ def _from_error_file(
     )
 
 
-def _did_not_end(recorded: FailureText, file: ErrorFile, text: str, facts: WorkerFailure) -> bool:
+def _did_not_end(recorded: FailureText, file: ErrorFile, text: str, facts: WorkerFailure, error_file: str) -> bool:
     """The script may have handled it, and a later one, a signal or an exit code of its own came; or a child left it,
     which has the same error file. What Python printed as uncaught ended it, whatever came in its shutdown.
     """
@@ -294,7 +296,12 @@ def _did_not_end(recorded: FailureText, file: ErrorFile, text: str, facts: Worke
         return is_certain and not is_same
     if facts.stopped_by_agent or file.timestamp_ns is None or (is_certain and is_same):
         return False
-    return facts.ended_ns - file.timestamp_ns >= _LIVED_ON_NS
+    # torch writes whole seconds; the file's own time has the rest, where its server's clock is about right.
+    rest_ns = _WHOLE_SECOND_NS
+    with suppress(OSError):
+        written_ns = os.stat(error_file).st_mtime_ns - file.timestamp_ns
+        rest_ns = written_ns if 0 <= written_ns < _WHOLE_SECOND_NS else rest_ns
+    return facts.ended_ns - file.timestamp_ns - rest_ns >= _LIVED_ON_NS - _WHOLE_SECOND_NS
 
 
 def _start(raised: RaisedException) -> tuple[str, str]:

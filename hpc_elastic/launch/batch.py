@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -53,7 +54,7 @@ def run_batch(
     umask = os.umask(0o077)
     log_to_stdout()
     clock = RunClock()
-    WriteBack(1, clock).start()
+    write_back(1, clock)
     paths, spec = load_run(run_dir)
     site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
@@ -150,36 +151,31 @@ def _append_to_job_log(path: Path) -> None:
     os.close(fd)
 
 
-class WriteBack:
-    """Lets other hosts read the job log while the job runs: a thread asks for the open file's times again and again.
+def write_back(fd: int, clock: Clock, *, interval: float = 1.0) -> bool:
+    """Let other hosts read the job log while the job runs: a thread asks for the open file's times again and again.
 
     The batch script, srun and all that they start hold it open for the whole job. What is written to an open file an
     NFS client keeps until it is half a minute old. Before Linux's client answers a stat, it writes the file out
     (nfs_getattr, read in 6.x); where nothing is kept back, as on Lustre or a local disk, a stat costs next to nothing,
     unlike an fsync. The thread alone waits where the mount hangs.
+
+    Args:
+        interval: A server sees at most one WRITE in so many seconds, of a job that prints.
+
+    Returns:
+        Whether the thread was started: not for a pipe or a terminal.
     """
+    try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
-    def __init__(self, fd: int, clock: Clock, *, interval: float = 1.0) -> None:
-        """`interval` in seconds: a server sees at most one WRITE in each, of a job that prints."""
-        self._fd = fd
-        self._clock = clock
-        self._interval = interval
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
+    def run() -> None:
+        while not clock.wait(never, interval):
+            with suppress(OSError):  # the next write fails too
+                os.fstat(fd)
 
-    def start(self) -> bool:
-        """Start the thread unless stdout is a pipe or a terminal. Returns whether it did."""
-        try:
-            is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
-        except OSError:
-            return False
-        if is_file:
-            self._thread.start()
-        return is_file
-
-    def _run(self) -> None:
-        while not self._clock.wait(self._stop, self._interval):
-            try:
-                os.fstat(self._fd)
-            except OSError:
-                pass  # the next write fails too
+    never = threading.Event()
+    if is_file:
+        threading.Thread(target=run, name="write-back", daemon=True).start()
+    return is_file

@@ -15,11 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from hpc_elastic.base.clock import RunClock
-from hpc_elastic.base.loop import Waker, wait_readable
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
@@ -98,32 +97,27 @@ class _Front:
         self._asked: tuple[float, signal.Signals] | None = None
         self._interrupts = 0
         self._dead_since: float | None = None
-        self._waker = Waker()
-        signal.set_wakeup_fd(self._waker.write_fd)
-        for number in linux.not_ignored(RELAYED):
-            signal.signal(number, self._relay)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # it is the number in the pipe that matters
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
+        self._signals = SignalQueue([*linux.not_ignored(RELAYED), signal.SIGCHLD])
 
-    def _relay(self, number: int, frame: FrameType | None) -> None:
+    def _relay(self, number: signal.Signals) -> None:
         try:
-            os.kill(self._child, number)
+            linux.relay_signal(self._child, number, sender=self._signals.sender_pid(number))
         except ProcessLookupError:
             return
-        found = signal.Signals(number)
-        if found in _ENDING and self._asked is None:
-            self._asked = (time.monotonic(), found)
-        self._interrupts += found is signal.SIGINT
+        if number in _ENDING and self._asked is None:
+            self._asked = (time.monotonic(), number)
+        self._interrupts += number is signal.SIGINT
 
     def wait(self) -> int:
         while True:
             status = self._status()
             if status is not None:
                 return status
-            watched = [self._waker.fileno(), *([self._pipe] if self._pipe >= 0 else [])]
+            watched = [self._signals.fileno(), *([self._pipe] if self._pipe >= 0 else [])]
             ready = wait_readable(watched, self._patience())
-            if self._waker.fileno() in ready:
-                self._waker.drain()
+            for number in self._signals.take():
+                if number is not signal.SIGCHLD:
+                    self._relay(number)
             if self._pipe in ready:
                 self._hear()
 
@@ -209,6 +203,7 @@ class AgentProcess:
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), *_closing()],
                 setsid=True,
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores for itself
+                setsigmask=(),
             )
         finally:
             os.umask(own)

@@ -24,6 +24,7 @@ from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.launch.site import AgentEnd, describe_code
 from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
 from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, complaint_of, is_passing, parse_srun_line
+from hpc_elastic.workers.linux import signals_unblocked
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +54,16 @@ class _Step:
         self.began = time.monotonic()
         self.instead_of: dict[int, _Step] = {}
         """Node → the step that was its newest before."""
-        self.process = subprocess.Popen(
-            list(argv),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            umask=umask,
-            pass_fds=keep,
-        )
+        with signals_unblocked():
+            self.process = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                umask=umask,
+                pass_fds=keep,
+            )
         assert self.process.stderr is not None
         self.stderr = self.process.stderr.fileno()
         os.set_blocking(self.stderr, False)

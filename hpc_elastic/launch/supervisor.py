@@ -176,22 +176,25 @@ class Supervisor:
         for number in self._signals.take():
             if number is signal.SIGCHLD:
                 continue
-            self._events.write(SignalReceived(signal=number.name))
+            sender = self._signals.sender(number)
+            self._events.write(SignalReceived(signal=number.name, sender=sender))
             if number is signal.SIGINT and self._signal is not None:
                 before = "second Ctrl-C" if self._signal is signal.SIGINT else f"Ctrl-C after {self._signal.name}"
                 logger.warning("%s: killing everything now", before)
                 self._end_by, self._last_grace = self._clock.monotonic(), AT_ONCE
             else:
-                self._resolve_signal(number, HeardBy.BATCH, self._attempt.batch_host)
+                self._resolve_signal(number, HeardBy.BATCH, self._attempt.batch_host, sender)
 
-    def _resolve_signal(self, number: signal.Signals, heard_by: HeardBy, host: str) -> None:
+    def _resolve_signal(self, number: signal.Signals, heard_by: HeardBy, host: str, sender: str) -> None:
         """A signal informs. After a notice it is news only if the job ends now, or sooner."""
         if self._signal is not None or (number is signal.SIGUSR2 and self._is_ending()):
             return
         reason = f"{number.name} on {host}"
         notice = None if self._is_ending() else self._notice
         left = None if notice is None else notice.job_ends - self._clock.monotonic()
-        decision = self._resolver.hear(number, heard_by, reason=reason, ends_in=left)
+        if sender:
+            logger.info("%s %s", reason, sender)
+        decision = self._resolver.hear(number, heard_by, reason=f"{reason} {sender}".rstrip(), ends_in=left)
         if decision is None:
             return
         if heard_by is HeardBy.BATCH and self._closed_at is not None and not self._is_end_settled:
@@ -292,9 +295,11 @@ class Supervisor:
                 self._end_claim.begin()
         elif record.heard != self._agents_heard and not self._is_ending():
             self._agents_heard = record.heard
-            name, _, host = record.heard.partition(" on ")
+            name, _, where = record.heard.partition(" on ")
+            host, origin, sender = where.partition(" from ")
             # One of another version counts as the end: no signal is taken lightly.
-            self._resolve_signal(signal.Signals.__members__.get(name, signal.SIGTERM), HeardBy.AGENTS, host)
+            number = signal.Signals.__members__.get(name, signal.SIGTERM)
+            self._resolve_signal(number, HeardBy.AGENTS, host, f"{origin}{sender}".strip())
 
     def _settle_end(self, *, superseded: bool) -> None:
         self._is_end_settled = True

@@ -13,6 +13,7 @@ from typing import Protocol
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import BYE, read_claims
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import StoreId
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.proposals import propose_close
@@ -141,8 +142,11 @@ class Ending:
             self._turn = None
             self._listener.on_event(EndUnclaimed())
 
-    def step_of_supervisor(self, record: RoundRecord, peers: Peers) -> None:
-        """Claim the end where allowed, or report `EndTakenOver`; `AgentsDeparted` when no living agent is left."""
+    def step_of_supervisor(self, record: RoundRecord, peers: Peers, detector: FailureDetector) -> None:
+        """Claim the end where allowed, or report `EndTakenOver`; `AgentsDeparted` when no living agent is left.
+
+        A node that crashes while the run ends says no goodbye, and Slurm may miss it for minutes: its heartbeat stops.
+        """
         if self._announces:
             self._store.put_if_absent(_ASKED, self._uid)
             self._announces = False
@@ -160,7 +164,8 @@ class Ending:
         if self._all_departed:
             return
         newest = newest_agents(peers.all_uids(), without={*record.lost, *self._gone})
-        if set(newest.values()) <= departed(self._store):
+        left = set(newest.values()) - departed(self._store)
+        if left <= detector.overdue(left):
             self._all_departed = True
             self._listener.on_event(AgentsDeparted(nodes=tuple(sorted(newest))))
 

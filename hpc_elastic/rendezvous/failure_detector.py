@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from msgspec import Struct
 
@@ -269,10 +269,14 @@ class FailureDetector:
         ages = {uid: self.unchanged(uid) for uid in self._awaited if self.hears(uid)}
         return {uid: age for uid, age in ages.items() if min(age, self._waited) >= limit}
 
+    def overdue(self, uids: Collection[str], *, closely: bool = False) -> frozenset[str]:
+        """Read their heartbeats. Returns those of which a change, and the time to see one, are overdue."""
+        self.look_at(uids, closely=closely)
+        limit = self._intervals.heartbeat + self._intervals.answer_unheard
+        return frozenset(uid for uid in uids if self.unchanged(uid) > limit)
+
     def is_overdue(self, uid: str) -> bool:
-        """Read its heartbeat. Returns whether a change, and the time to see one, are overdue."""
-        self.look_at([uid], closely=True)
-        return self.unchanged(uid) > self._intervals.heartbeat + self._intervals.answer_unheard
+        return bool(self.overdue([uid], closely=True))
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 

@@ -375,7 +375,7 @@ class Participant:
         record = self.record
         if self.observes:
             if record is not None and record.status is Status.CLOSED and looked:
-                self.ending.step_of_supervisor(record, self._peers)
+                self.ending.step_of_supervisor(record, self._peers, self.detector)
             return False
         if record is None:
             return self._open_first_round()

@@ -168,7 +168,8 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     notice: PreemptionNotice | None = None
     """The job is going to be ended, and workers may save first."""
     heard: str = ""
-    """A signal that an agent heard, ``SIGTERM on n2``: what it means is the supervisor's to find out."""
+    """A signal that an agent heard, ``SIGTERM on n2 from pid 812 (slurmstepd)``: its meaning is the supervisor's to
+    find out."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):

@@ -64,7 +64,7 @@ def _of_supervisor(event: SupervisorEvent) -> str:
         case of_supervisor.NodeGivenUp():
             return f"{event.name or f'node {event.node}'} is given up ({_words(event.cause)})"
         case of_supervisor.SignalReceived():
-            return f"{event.signal}: the end of the run is asked for"
+            return f"{event.signal}{event.sender and ' ' + event.sender}: the end of the run is asked for"
         case of_supervisor.SignalDecided():
             until = f"the workers may save, it ends in {event.seconds:.0f} s"
             ends = until if event.saves else "all processes are killed now"

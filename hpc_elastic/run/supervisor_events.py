@@ -81,6 +81,8 @@ class SignalReceived(SupervisorEvent, frozen=True, kw_only=True, tag="notice"):
     """Preemption, the time limit or a person asks for the end."""
 
     signal: str
+    sender: str = ""
+    """`from pid 4021 (bash, user bob)`; empty: not known"""
 
 
 class SignalDecided(SupervisorEvent, frozen=True, kw_only=True):

@@ -10,11 +10,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import pwd
+import select
 import signal
 import stat
+import struct
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from hpc_elastic.base.loop import Waker
@@ -190,16 +194,61 @@ def not_ignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
     return [number for number in signals if number not in left_alone or signal.getsignal(number) != signal.SIG_IGN]
 
 
-class SignalQueue:
-    """The signals of this process, as something a selector can wait on. Main thread only.
+@contextmanager
+def signals_unblocked() -> Iterator[None]:
+    """For a program to start: `SignalQueue` blocks signals, which the program would inherit."""
+    mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    Python's own handler writes the number to the socket at once, whatever the interpreter is doing; nothing runs in the
-    middle of other code.
+
+_SIGNALFD = struct.Struct("=IiiII28xQ72x")
+"""``struct signalfd_siginfo``: number, errno, code, pid, uid, …, the value of a queued signal."""
+_SI_QUEUE = -1
+
+
+class _SignalValue(ctypes.Union):
+    _fields_ = (("number", ctypes.c_int), ("pointer", ctypes.c_void_p))
+
+
+def relay_signal(pid: int, number: signal.Signals, *, sender: int) -> None:
+    """Send a child a signal that process `sender` has sent to this one; the child's `SignalQueue` knows it then."""
+    _check(_libc.sigqueue(pid, int(number), _SignalValue(pointer=sender)))
+
+
+def _describe_sender(pid: int, uid: int | None) -> str:
+    """``from pid 4021 (bash, user bob)``; empty: the kernel, or this process itself."""
+    if pid in (0, os.getpid()):
+        return ""
+    name = "gone"
+    with suppress(OSError, UnicodeDecodeError):
+        uid = os.stat(f"/proc/{pid}").st_uid if uid is None else uid
+        name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+    if uid is None or (uid == 0 and name.startswith("slurm")):
+        return f"from pid {pid} ({name})"
+    user = str(uid)
+    with suppress(KeyError):
+        user = pwd.getpwuid(uid).pw_name
+    return f"from pid {pid} ({name}, user {user})"
+
+
+class SignalQueue:
+    """The signals of this process, with their senders, as something a selector can wait on. Main thread only.
+
+    All but SIGCHLD are blocked in this thread and in those that it starts, and read from a signalfd, which knows the
+    sender. What comes while `signals_unblocked` takes Python's own handler, which writes the number to the socket at
+    once; nothing runs in the middle of other code.
     """
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
         self._waker = Waker()
         self._meant: dict[signal.Signals, signal.Signals] = {}
+        self._senders: dict[signal.Signals, tuple[int, str]] = {}
+        self._signalfd, self._blocked = -1, 0
+        self._watched = select.epoll()
+        self._watched.register(self._waker.fileno(), select.EPOLLIN)
         signal.set_wakeup_fd(self._waker.write_fd, warn_on_full_buffer=False)
         for number in signals:
             self._hear(number)
@@ -210,28 +259,61 @@ class SignalQueue:
             self._meant[signal.Signals[name]] = meant
             self._hear(signal.Signals[name])
 
-    @staticmethod
-    def _hear(number: signal.Signals) -> None:
+    def _hear(self, number: signal.Signals) -> None:
         signal.signal(number, lambda *_: None)  # the number goes through the wake-up socket
         signal.siginterrupt(number, False)
+        if number is signal.SIGCHLD:
+            return
+        is_new, self._blocked = self._signalfd < 0, self._blocked | 1 << (number - 1)
+        numbers = struct.pack("=Q120x", self._blocked)
+        self._signalfd = _check(_libc.signalfd(self._signalfd, numbers, os.O_NONBLOCK | os.O_CLOEXEC))
+        if is_new:
+            self._watched.register(self._signalfd, select.EPOLLIN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+
+    def _read_senders(self) -> None:
+        """Move what the signalfd has into the socket."""
+        while self._signalfd >= 0:
+            try:
+                number, _, code, pid, uid, value = _SIGNALFD.unpack(os.read(self._signalfd, _SIGNALFD.size))
+            except BlockingIOError:
+                return
+            if code == _SI_QUEUE and pid == os.getppid():
+                self._senders[signal.Signals(number)] = value, _describe_sender(value, None)
+            else:
+                self._senders[signal.Signals(number)] = pid, _describe_sender(pid, uid)
+            with suppress(OSError):  # full: there are signals enough
+                os.write(self._waker.write_fd, bytes([number]))
 
     def fileno(self) -> int:
-        return self._waker.fileno()
+        return self._watched.fileno()
 
     def take(self) -> list[signal.Signals]:
         """The signals since the last call, in order of arrival; equal ones may have merged."""
+        self._read_senders()
         found = []
         for number in self._waker.drain():
             try:
                 heard = signal.Signals(number)
             except ValueError:
                 continue  # a real-time signal without a name
-            found.append(self._meant.get(heard, heard))
+            meant = self._meant.get(heard, heard)
+            self._senders[meant] = self._senders.pop(heard, (0, ""))
+            found.append(meant)
         return found
 
     def holds(self, numbers: Container[signal.Signals]) -> bool:
         """Tell whether one of `numbers` has come since the last `take`, which still returns it."""
+        self._read_senders()
         return any(number in numbers for number in self._waker.peek())
+
+    def sender_pid(self, number: signal.Signals) -> int:
+        """The process that sent the newest `number` that was taken; 0: not known."""
+        return self._senders.get(number, (0, ""))[0]
+
+    def sender(self, number: signal.Signals) -> str:
+        """``from pid 4021 (bash, user bob)``; empty: not known."""
+        return self._senders.get(number, (0, ""))[1]
 
 
 def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | None:

@@ -142,7 +142,11 @@ class GroupStopper:
             phase=_Phase.GRACE, began=now, deadline=now + max(0.0, self._grace), next_look=now + _FIRST_LOOK_S
         )
         left = self._left_below()
-        self._state.outlived = {worker.pid for worker in self._workers if worker.poll() is not None}
+        ended = {worker.pid: status for worker in self._workers if (status := worker.poll()) is not None}
+        self._state.outlived = set(ended)
+        for proc in left:  # most end at once by the signal, before the first look
+            if (status := ended.get(proc.sid)) is not None and status.exitcode == 0:
+                self._note_orphan(proc)
         if self._inside is not None:
             self._signal_inside(left, self._inside)
             return
@@ -245,16 +249,12 @@ class GroupStopper:
     def _signal_strays(self, left: Sequence[Proc]) -> None:
         """SIGTERM for processes that left the workers' process groups, once for each; SIGKILL for old ones."""
         held, is_late = set(self._state.held), self._clock.monotonic() >= self._state.began + ORPHAN_SECONDS
-        orphans = self._state.orphans
         for proc in left:
             if proc.pid in held or proc.ppid in held:
                 held.add(proc.pid)
                 continue
             if proc.sid in self._state.outlived:
-                if not orphans:
-                    logger.info("%s (pid %d) outlived its worker, and gets %g s", proc.name, proc.pid, ORPHAN_SECONDS)
-                if proc.pid not in orphans and len(orphans) < _MOST_ORPHANS:
-                    orphans[proc.pid] = f"{proc.name} (pid {proc.pid})"
+                self._note_orphan(proc)
                 if is_late:
                     self._state.killed.add((proc.pid, proc.starttime))
                     tree.kill_safely(proc, signal.SIGKILL)
@@ -263,6 +263,13 @@ class GroupStopper:
                 self._state.signalled.add(identity)
                 tree.kill_safely(proc, signal.SIGTERM)
                 tree.kill_safely(proc, signal.SIGCONT)
+
+    def _note_orphan(self, proc: Proc) -> None:
+        orphans = self._state.orphans
+        if not orphans:
+            logger.info("%s (pid %d) outlived its worker, and gets %g s", proc.name, proc.pid, ORPHAN_SECONDS)
+        if proc.pid not in orphans and len(orphans) < _MOST_ORPHANS:
+            orphans[proc.pid] = f"{proc.name} (pid {proc.pid})"
 
     def _signal_inside(self, left: Sequence[Proc], inside: Inside) -> None:
         """SIGTERM for what is inside a container, as on the host: for all of the script's group, then for strays."""

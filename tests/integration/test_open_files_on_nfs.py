@@ -11,7 +11,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
-from hpc_elastic.launch.batch import WriteBack
+from hpc_elastic.launch.batch import write_back
 from hpc_elastic.output.log_files import LogFile
 from hpc_elastic.output.log_reader import OutputReader, Place
 from hpc_elastic.output.log_streams import read_round_marks, streams_of
@@ -52,8 +52,7 @@ def test_an_event_is_seen_elsewhere_while_its_log_is_open(clients: tuple[Path, P
 def test_the_job_log_is_seen_elsewhere_while_it_is_open(clients: tuple[Path, Path]) -> None:
     here, there = clients
     fd = os.open(here / "job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    write_back = WriteBack(fd, SystemClock(), interval=0.05)
-    assert write_back.start()
+    assert write_back(fd, SystemClock(), interval=0.05)
     for text in ("one\n", "two\n"):
         os.write(fd, text.encode())
         until(lambda text=text: (there / "job.log").read_text().endswith(text))
@@ -63,10 +62,10 @@ def test_the_job_log_is_seen_elsewhere_while_it_is_open(clients: tuple[Path, Pat
 
 def test_a_pipe_needs_no_writing_back() -> None:
     read, write = os.pipe()
-    assert not WriteBack(write, SystemClock()).start()
+    assert not write_back(write, SystemClock())
     os.close(read)
     os.close(write)
-    assert not WriteBack(write, SystemClock()).start()
+    assert not write_back(write, SystemClock())
 
 
 def test_a_file_that_was_missed_once_is_found_as_soon_as_it_is_there(clients: tuple[Path, Path]) -> None:

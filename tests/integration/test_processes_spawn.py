@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import pwd
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -321,3 +325,45 @@ def test_start_from_a_test_process_works_too(tmp_path: Path) -> None:
     status = worker.release()
     assert status is not None
     assert status.exitcode == 4
+
+
+_HEARS = """
+import os, signal, subprocess, sys
+from hpc_elastic.base.loop import wait_readable
+from hpc_elastic.workers.linux import SignalQueue, relay_signal, signals_unblocked
+
+def blocked():
+    with signals_unblocked():
+        done = subprocess.run(["grep", "SigBlk", "/proc/self/status"], capture_output=True, text=True)
+    return int(done.stdout.split()[1], 16)
+
+def next_signal(signals):
+    assert wait_readable([signals], 30)
+    assert signals.holds(set(signal.Signals)) and wait_readable([signals], 0), "it is there until it is taken"
+    (number,) = signals.take()
+    return number
+
+signals = SignalQueue([signal.SIGTERM, signal.SIGUSR2])
+signals.hear_as(signal.SIGUSR2, ["SIGUSR1"])
+print("ready", flush=True)
+front = next_signal(signals)
+print(front.name, signals.sender(front), flush=True)
+child = os.fork()
+if child == 0:
+    number = next_signal(SignalQueue([signal.SIGTERM]))
+    os._exit(0)
+relay_signal(child, signal.SIGTERM, sender=signals.sender_pid(front))
+print(os.waitpid(child, 0)[1], blocked(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("sent", "heard"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR2")])
+def test_a_signal_is_heard_with_its_sender_and_no_program_inherits_the_mask(sent: signal.Signals, heard: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", _HEARS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(sent)
+        name = Path("/proc/self/comm").read_text().strip()
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        assert process.stdout.readline() == f"{heard} from pid {os.getpid()} ({name}, user {user})\n"
+        assert process.stdout.readline() == "0 0\n"

@@ -363,6 +363,22 @@ def test_what_a_rank_has_started_gets_term_before_the_grace_ends() -> None:
     assert facts == {"said": ["saving", "helper got it"], "code": -9, "killed": 1}
 
 
+def test_what_a_worker_that_succeeded_left_is_named_though_it_ends_at_once() -> None:
+    facts = run_stand_in(
+        """
+        worker = start("import subprocess; subprocess.Popen(['sleep', '600']); print('started', flush=True)")
+        read_line(worker.stdout_fd)
+        until(worker.poll)
+        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        report(code=result.exits[worker.pid].exitcode, orphans=result.orphans)
+        """
+    )
+    assert facts["code"] == 0
+    assert re.fullmatch(r"sleep \(pid \d+\)", facts["orphans"][0])
+
+
 def test_what_outlived_its_worker_gets_five_seconds() -> None:
     """The other rank has its whole grace."""
     facts = run_stand_in(

@@ -340,7 +340,7 @@ class AgentNode(Node):
                 FakeHealth(world.looks_to_health),
                 server,
             ],
-            signals=SimpleNamespace(take=list, holds=lambda numbers: False),  # type: ignore[arg-type]
+            signals=SimpleNamespace(take=list, sender=lambda number: "", holds=lambda numbers: False),  # type: ignore[arg-type]
             crash=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
         )
         self.agent.begin()

@@ -222,6 +222,7 @@ class Stage:
         """`ready` is a descriptor that can always be read, `never` one that never can."""
         self.world = World(settings)
         self.signals: list[signal.Signals] = []
+        self.sender = ""
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.answer = SlurmAnswer(JobCondition.RUNNING)
         """What Slurm says when it is asked."""
@@ -236,7 +237,7 @@ class Stage:
             attempt=make_attempt(nodes=tuple(f"n{n}" for n in range(settings.expected_nodes)), batch_host="head"),
             launcher=self.agents,
             coordination=self.look,  # type: ignore[arg-type]
-            signals=SimpleNamespace(fileno=lambda: never, take=self._take_signals),  # type: ignore[arg-type]
+            signals=SimpleNamespace(fileno=lambda: never, take=self._take_signals, sender=lambda number: self.sender),  # type: ignore[arg-type]
             events=log_into(self.events),  # type: ignore[arg-type]
             clock=self.world.clock,
             shutdown_timeout=30.0,

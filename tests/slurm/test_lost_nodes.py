@@ -295,3 +295,41 @@ def test_a_job_that_is_stopped_and_goes_on_has_lost_nothing(cluster: SlurmCluste
     _end(run)
     assert run.training()[0] == 0, "it is the first round still"
     assert _failed(run) == []
+
+
+SAVES_WHEN_TOLD = """
+import os, sys, time
+import hpc_elastic
+attempt, rank = os.environ["HPC_ELASTIC_ATTEMPT"], os.environ["RANK"]
+for step in range(100_000):
+    time.sleep(0.05)
+    if step == 20:
+        print("trains in attempt", attempt)
+    if attempt == "0" and hpc_elastic.should_checkpoint(step):
+        print("saves")
+        time.sleep(600 if rank == "2" else 0)
+        sys.exit(0)
+    if attempt == "1" and step == 20:
+        sys.exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_crashes_while_it_saves_under_a_notice_keeps_nobody_waiting(
+    slow_to_notice: SlurmCluster, runs: SlurmRuns
+) -> None:
+    """srun would wait for its task until Slurm misses the node; the supervisor does not."""
+    cluster = slow_to_notice
+    run = runs.submit("--nodes", "3", *SHORT, runs.script(SAVES_WHEN_TOLD))
+    run.wait_log(lambda log: log.count("trains in attempt 0") == 3)
+    (last,) = (node for node, ranks in run.training()[1].items() if ranks == [2])
+    assert runs.hpc_elastic("requeue", run.job).returncode == 0
+    run.wait_log(lambda log: log.count("saves") == 3)
+    cluster.kill_node(last)
+    crashed_at = time.time()
+    wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=90, what="the attempt's end")
+    took = time.time() - crashed_at
+    closed = next(event["t"] for event in run.events() if event["event"] == "closed") / 1e9 - crashed_at
+    print(f"a node crashed in its save: the run was closed after {closed:.1f} s, the attempt ended after {took:.1f} s")
+    assert took - closed < 20, "the grace and 15 s were 45 s"
+    assert (run.result()["outcome"], run.result()["action"]) == ("preempted", "requeue")

@@ -393,7 +393,9 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         agent = NodeAgent(
             site,
             [*parts, preemption, server],
-            signals=SimpleNamespace(fileno=lambda: never_ready, take=take, holds=lambda numbers: False),  # type: ignore[arg-type]
+            signals=SimpleNamespace(
+                fileno=lambda: never_ready, take=take, sender=lambda number: "", holds=lambda numbers: False
+            ),  # type: ignore[arg-type]
             guardian_pid=77,
         )
         return Play(agent, said, server, made, signals, events, script)

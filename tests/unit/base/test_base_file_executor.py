@@ -34,6 +34,15 @@ def mount() -> Iterator[Mount]:
     mount.answers.set()
 
 
+def test_what_fails_unawaited_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    files = FileExecutor()
+    for _ in range(3):
+        files.post(lambda: 1 / 0)
+    assert files.close(10)
+    (line,) = caplog.messages
+    assert line.startswith("a file operation failed: ZeroDivisionError: division by zero (test_base_file_executor.py:")
+
+
 def test_results_and_errors_come_back_in_order() -> None:
     files, seen = FileExecutor(), []
     files.post(lambda: seen.append(1))

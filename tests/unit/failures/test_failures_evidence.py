@@ -366,6 +366,17 @@ def test_what_comes_in_the_shutdown_is_not_the_cause(tmp_path: Path, stderr: str
     assert describe(tmp_path, stderr, **changes).headline == "ValueError: bad 7"
 
 
+@pytest.mark.parametrize(("written", "lived_on"), [(0.4, True), (0.95, False), (-9.0, False)])
+def test_the_whole_second_of_an_error_file_is_completed_by_the_files_time(
+    tmp_path: Path, written: float, lived_on: bool
+) -> None:
+    recorded(tmp_path, TRACE)
+    at = 1_700_000_000_000_000_000 + int(written * 1e9)
+    os.utime(tmp_path / "error.json", ns=(at, at))
+    failure = describe(tmp_path, "", exitcode=-9, ended_ns=1_700_000_001_900_000_000)
+    assert ("ValueError" not in failure.headline) is lived_on
+
+
 STACK = """\
 Traceback (most recent call last):
   File "/u/t.py", line 12, in <module>

@@ -187,21 +187,23 @@ def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(s: Stag
     assert s.world.clock.now - closed_at[0] < 5
 
 
-def test_a_node_that_slurm_gives_up_after_the_close_is_not_waited_for(s: Stage) -> None:
+@pytest.mark.parametrize("slurm_gives_up", [True, False])
+def test_a_node_that_crashes_as_the_run_ends_is_not_waited_for(s: Stage, slurm_gives_up: bool) -> None:
     """It crashed while the workers saved; the others have ended, and srun waits for its task for ever."""
     s.agents.silent = True
-    gave_up_at: list[float] = []
+    known_at: list[float] = []
 
     def crash_and_close() -> None:
         s.agents.of[1].frozen = True
         close_run(s.world.store, "unit", Outcome.PREEMPTED, "saved")
 
     def give_up() -> None:
-        s.agents.give_up(1)
-        gave_up_at.append(s.world.clock.now)
+        if slurm_gives_up:
+            s.agents.give_up(1)
+        known_at.append(s.world.clock.now)
 
-    assert s.run(3.0, crash_and_close, 8.0, give_up).outcome is Outcome.PREEMPTED
-    assert s.world.clock.now - gave_up_at[0] < 3
+    assert s.run(3.0, crash_and_close, 5.0, give_up).outcome is Outcome.PREEMPTED
+    assert s.world.clock.now - known_at[0] < (3 if slurm_gives_up else 8)
 
 
 # -- agents that end before the run does
@@ -439,7 +441,7 @@ def test_ctrl_c_closes_the_run_and_lets_the_workers_end(s: Stage) -> None:
     result = s.run(3.0, lambda: s.signals.append(signal.SIGINT))
     assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGINT on head", 2)
     assert s.agents.ends != [AT_ONCE]
-    assert s.names("notice") == [{"signal": "SIGINT"}]
+    assert s.names("notice") == [{"signal": "SIGINT", "sender": ""}]
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -584,17 +586,19 @@ def test_slurms_own_requeue_has_its_reason_and_the_node_that_could_not_launch(s:
 def test_what_a_sigterm_means_is_slurms_to_say(
     s: Stage, heard_by: str, condition: JobCondition, outcome: Outcome, why: str, requeued: bool
 ) -> None:
-    s.answer = SlurmAnswer(condition)
+    s.answer, s.sender = SlurmAnswer(condition), "from pid 812 (slurmstepd)"
     if heard_by == "supervisor":
         result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
         assert result.reason == f"SIGTERM on head{why}"
     else:
-        result = s.run(3.0, lambda: s.agents.of[1].participant.to_all.heard("SIGTERM on n1"))
+        heard = "SIGTERM on n1 from pid 812 (slurmstepd)"
+        result = s.run(3.0, lambda: s.agents.of[1].participant.to_all.heard(heard))
         assert result.reason == f"SIGTERM on n1{why}"
     assert (result.outcome, result.signal_number) == (outcome, 15)
     assert (result.requeued, result.cancelled) == (requeued, False)
     (told,) = s.names("signal_decided")
     assert (told["slurm"], told["saves"]) == (condition.value, False)
+    assert told["reason"].endswith(" from pid 812 (slurmstepd)")
 
 
 def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(s: Stage) -> None:

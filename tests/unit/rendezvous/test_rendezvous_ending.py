@@ -16,6 +16,7 @@ from hpc_elastic.rendezvous.ending import (
     Ending,
     claim_end,
 )
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -46,6 +47,7 @@ class Stage:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.clock = FakeClock()
+        self.detector = FailureDetector(self.store, RendezvousSettings(), INTERVALS, self.clock)
 
     def ending(self, uid: str) -> tuple[Ending, Heard]:
         heard = Heard()
@@ -68,7 +70,7 @@ def test_the_supervisor_claims_the_end_and_the_agents_leave_it_to_it() -> None:
     assert heard.names == []
     assert agent.look_interval(INTERVALS, observes=False) is not None
     boss.may_claim()
-    boss.step_of_supervisor(CLOSED, stage.peers(0))
+    boss.step_of_supervisor(CLOSED, stage.peers(0), stage.detector)
     agent.step_of_agent()
     assert heard.events == [("end_claimed", {"by": "boss"})]
     assert agent.look_interval(INTERVALS, observes=False) is None
@@ -79,10 +81,10 @@ def test_a_supervisor_that_may_not_claim_the_end_leaves_it_open() -> None:
     """Slurm has not confirmed that its node still belongs to the job."""
     stage = Stage()
     boss, heard = stage.ending("boss")
-    boss.step_of_supervisor(CLOSED, peers := stage.peers(0))
+    boss.step_of_supervisor(CLOSED, peers := stage.peers(0), stage.detector)
     assert heard.names == []
     assert claim_end(stage.store, "a")
-    boss.step_of_supervisor(CLOSED, peers)
+    boss.step_of_supervisor(CLOSED, peers, stage.detector)
     assert heard.events == [("end_taken_over", {"by": "a", "reason": ""})]
 
 
@@ -93,7 +95,7 @@ def test_a_supervisor_that_waits_for_slurms_answer_is_waited_for_longer() -> Non
     agent, heard = stage.ending("a")
     agent.begin(0, confirmed=True)
     boss.announce_claim()
-    boss.step_of_supervisor(CLOSED, stage.peers(0))
+    boss.step_of_supervisor(CLOSED, stage.peers(0), stage.detector)
     stage.clock.now += END_ASKED - 0.1
     for _ in range(3):
         agent.step_of_agent()
@@ -165,8 +167,8 @@ def test_a_supervisor_that_comes_back_late_hears_that_it_was_replaced() -> None:
     boss, heard = stage.ending("boss")
     peers = stage.peers(-1)
     boss.may_claim()
-    boss.step_of_supervisor(CLOSED, peers)
-    boss.step_of_supervisor(CLOSED, peers)
+    boss.step_of_supervisor(CLOSED, peers, stage.detector)
+    boss.step_of_supervisor(CLOSED, peers, stage.detector)
     assert heard.events[0] == ("end_taken_over", {"by": "a", "reason": ""})
     assert heard.names.count("end_taken_over") == 1
 
@@ -178,10 +180,10 @@ def test_the_supervisor_hears_once_when_the_last_living_agent_has_gone() -> None
     for node, start in ((1, 1), (1, 2), (2, 1)):  # node 1's first agent was replaced, node 2 is lost
         stage.peers(node, start)
     stage.store.put_if_absent(goodbye_key("00000-n0-0000000000000001-0000"), "bye")
-    boss.step_of_supervisor(CLOSED, peers)
+    boss.step_of_supervisor(CLOSED, peers, stage.detector)
     assert "agents_departed" not in heard.names
     stage.store.put_if_absent(goodbye_key("00001-n1-0000000000000002-0000"), "bye")
     for _ in range(3):
-        boss.step_of_supervisor(CLOSED, peers)
+        boss.step_of_supervisor(CLOSED, peers, stage.detector)
     assert heard.names == ["agents_departed"]
     assert boss.look_interval(INTERVALS, observes=True) == INTERVALS.stride

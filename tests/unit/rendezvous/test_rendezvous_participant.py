@@ -1030,6 +1030,26 @@ def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: Fak
     assert "agents_departed" in [event for event, _ in observer.events]
 
 
+@pytest.mark.parametrize("crashes", [True, False])
+def test_a_node_that_crashes_while_the_run_ends_is_not_waited_for(
+    store: SpyStore, clock: FakeClock, crashes: bool
+) -> None:
+    """In the middle of a save, say. One whose workers take their time, and whose agent lives, is."""
+    observer = Seat(store, clock, OBSERVER_NODE)
+    observer.settle_down()
+    first, second = running(store, clock)
+    first.participant.to_all.close(Outcome.PREEMPTED, "the others have saved")
+    first.settle_down()
+    first.participant.claims.deregister()
+    second.settle_down()
+    first.settle_down()
+    alive = (observer,) if crashes else (observer, second)
+    advance(clock, 5, *alive)
+    assert "agents_departed" not in [event for event, _ in observer.events]
+    advance(clock, 7 if crashes else 60, *alive)
+    assert ("agents_departed" in [event for event, _ in observer.events]) is crashes
+
+
 def test_agents_do_not_hurry_after_the_end(store: SpyStore, clock: FakeClock) -> None:
     """Only the observer has something to wait for then; a thousand agents must not list folders ten times a second."""
     first, _second = running(store, clock)
