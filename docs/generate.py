@@ -18,6 +18,7 @@ import itertools
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -53,6 +54,8 @@ def _life() -> ModuleType:
 
 life = _life()
 
+WIDTH = 88
+"""Of a code block's line."""
 CLI_INTRODUCTION = """\
 # Command line
 
@@ -129,8 +132,6 @@ and `--grace` seconds before the limit (at most a quarter of it), because an all
 notice. A requeue counts for `--max-requeues`. A job that is cancelled while an attempt ends does not come back.
 """
 
-MOST_TEXTS = 2
-"""Of a pattern, on the page."""
 KNOWN_INTRODUCTION = """\
 # Known failures
 
@@ -138,9 +139,9 @@ KNOWN_INTRODUCTION = """\
 
 These texts are searched in an exception's text and in what it was raised from, else in the last lines of stderr.
 Upper and lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits counts.
-Each row shows some of its texts; hpc_elastic/failures/patterns.py has all. A *symptom* is what a healthy rank reports
-when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the script's. A failure that
-may be tried again still ends the run if it repeats without progress.
+Each row shows one of its texts; hpc_elastic/failures/patterns.py has all. A *symptom* is what a healthy rank reports
+when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the script's. *final*: another
+try would not help. *suspect*: the node's hardware is.
 
 The place where an exception was raised decides before its text. A symptom needs a type, an innermost frame or a text of
 torch's process group, gloo or NCCL. An error text of the system ("no space left on device") in a message of the script
@@ -152,7 +153,7 @@ def help_text(*arguments: str, option: str = "--help") -> str:
     """What ``--help`` or ``--help-all`` prints, at a fixed width."""
     printed = io.StringIO()
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "88"
+    os.environ["COLUMNS"] = str(WIDTH)
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             cli.main([*arguments, option])
@@ -161,7 +162,14 @@ def help_text(*arguments: str, option: str = "--help") -> str:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    return printed.getvalue().rstrip("\n")
+    return "\n".join(_fitted(line) for line in printed.getvalue().rstrip("\n").splitlines())
+
+
+def _fitted(line: str) -> str:
+    """A line of a help text in the page's width: choices without blanks go on below."""
+    line = line if len(line) <= WIDTH else line.replace("|", "| ")
+    text = textwrap.fill(line, WIDTH, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)
+    return text.replace("| ", "|")
 
 
 def cli_page() -> str:
@@ -174,7 +182,9 @@ def cli_page() -> str:
             continue
         shown = help_text(name, option="--help-all" if name in ("submit", "run", "agent") else "--help")
         if name != "submit":
-            shown = _without(shown, known)
+            shown = re.sub(r"\n\nLong options are taken .*", "", _without(shown, known), flags=re.DOTALL) + (
+                "\n\nand options of submit." if "Long options are taken" in shown else ""
+            )
         parts.append(f"## {name}\n\n```text\n{shown}\n```\n")
     return "\n".join(parts)
 
@@ -190,7 +200,7 @@ def _without(text: str, known: set[str]) -> str:
     if left == text:
         return text
     left = re.sub(r"^\S[^\n]*:\n(?=\n|\Z)", "", left, flags=re.MULTILINE)
-    return re.sub(r"\n{3,}", "\n\n", left).strip() + "\n\nand options of submit."
+    return re.sub(r"\n{3,}", "\n\n", left).rstrip()
 
 
 _ENTRY = re.compile(r"^  -[^\n]*\n?(?:^   [^\n]*\n?)*", re.MULTILINE)
@@ -199,7 +209,7 @@ _ENTRY = re.compile(r"^  -[^\n]*\n?(?:^   [^\n]*\n?)*", re.MULTILINE)
 
 def configuration_page() -> str:
     """Every key, as a table. What it means is on the page of the command line."""
-    lines = ["| key | variable | value | default |", "| --- | --- | --- | --- |"]
+    lines = ["| key | variable | value, default |", "| --- | --- | --- |"]
     for option in Keys(ALL_OPTIONS).options():
         if not option.in_files or not option.help:
             continue
@@ -207,8 +217,9 @@ def configuration_page() -> str:
         value = "true or false" if option.metavar is None else f"`{option.metavar}`".replace("|", "\\|")
         value += ", or several" if option.repeatable else ", or true" if option.optional_value else ""
         default = default_of(option)
-        shown = "" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-        lines.append(f"| `{key_of(option)}` | {', '.join(variables)} | {value} | {shown} |")
+        if default is not None:
+            value += f", `{str(default).lower() if isinstance(default, bool) else default}`"
+        lines.append(f"| `{key_of(option)}` | {', '.join(variables)} | {value} |")
     return "\n".join([CONFIGURATION_INTRODUCTION, *lines, ""])
 
 
@@ -321,18 +332,17 @@ def _who_requeues(row: signals.Reaction, words: list[str]) -> str:
 
 def known_failures_page() -> str:
     """The words that are known, as tables."""
-    lines = ["| what happened | class | another try | node suspect | words |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| what happened | class | a text of it |", "| --- | --- | --- |"]
     for row in patterns.PATTERNS:
-        texts = ", ".join(f"`{text}`" for text in row.any_of[:MOST_TEXTS])
-        texts += f" and {more} more" if (more := len(row.any_of) - MOST_TEXTS) > 0 else ""
+        texts = f"`{row.any_of[0]}`"
         kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
-        tried = "yes" if row.retryable else "no"
-        lines.append(f"| {row.says} | {kind} | {tried} | {'yes' if row.node_suspect else ''} | {texts} |")
+        kind += ("" if row.retryable else ", final") + (", suspect" if row.node_suspect else "")
+        lines.append(f"| {row.says} | {kind} | {texts} |")
     for name, says in patterns.SYMPTOM_TYPES.items():
-        lines.append(f"| {says} | symptom | yes | | an exception of type `{name}` that torch's process group raised |")
-    xids = ["| Xid | what happened | class | node suspect |", "| --- | --- | --- | --- |"]
+        lines.append(f"| {says} | symptom | an exception of type `{name}` that torch's process group raised |")
+    xids = ["| Xid | what happened | class |", "| --- | --- | --- |"]
     for number, (failure_class, suspect, says) in patterns.XIDS.items():
-        xids.append(f"| {number} | {says} | {failure_class.value} | {'yes' if suspect else ''} |")
+        xids.append(f"| {number} | {says} | {failure_class.value}{', suspect' if suspect else ''} |")
     heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
     return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, "", VERDICTS_INTRODUCTION, verdicts_table(), ""])
 
@@ -372,6 +382,10 @@ def words_of_fields(path: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+COMMON_FIELDS = ("round", "reason", "restarts_used", "node", "host", "name")
+"""They are in many events, and are left out unless a text says more; the page explains them once."""
+
+
 def events_table(module: ModuleType) -> str:
     """A module's events: what each says, and its fields."""
     words = words_of_fields(Path(str(module.__file__)))
@@ -380,6 +394,7 @@ def events_table(module: ModuleType) -> str:
         if not (isinstance(kind, type) and issubclass(kind, RunEvent) and kind.__module__ == module.__name__):
             continue
         texts = [(name, words[kind.__name__].get(name, "")) for name in kind.__struct_fields__]
+        texts = [(name, text) for name, text in texts if text or name not in COMMON_FIELDS]
         fields = ", ".join(f"`{name}`" + (f" ({text})" if text else "") for name, text in texts)
         lines.append(f"| `{name_of(kind)}` | {' '.join(str(kind.__doc__).split())} | {fields} |")
     return "\n".join([*lines, ""])
@@ -396,7 +411,7 @@ def events_page() -> str:
         events_table(supervisor_events),
         "## Agent\n",
         events_table(agent_events),
-        "## Coordinator\n\nOne of the agents coordinates the rounds; its events stand in its own file.\n",
+        "## Coordinator\n\nIts events are in the file of the agent that coordinates.\n",
         events_table(coordinator_events),
     ]
     return "\n".join(sections) + heading + after

@@ -13,7 +13,8 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate.py from the docstrings; do not edit. -->
 
-What a program may import; all else can change at any time. How-to pages: [hangs](../how-to/find-hangs.md), [saving
+What a program may import; all else can change at any time. `python -c "help(…)"` shows the docstrings whole. How-to
+pages: [hangs](../how-to/find-hangs.md), [saving
 before the end](../how-to/save-and-resume.md#save-before-the-job-ends), [submitting
 functions](../how-to/from-submitit.md), [agents](../how-to/use-agents-from-python.md), [torchrun's
 rendezvous](../reference/rendezvous.md), [restarts within a process](../how-to/restart-in-process.md).
@@ -133,20 +134,22 @@ def _object(module: str, node: ast.ClassDef | Callable_) -> str:
     members = [member for member in node.body if isinstance(member, Callable_)]
     init = next((member for member in members if member.name == "__init__"), None)
     shown = _signature(node.name, init) if init is not None else _fields(node)
-    texts = [_text(node)] + ([_text(init)] if init is not None and ast.get_docstring(init) else [])
+    texts = [_text(node)] + ([_text(init, summary=False)] if init is not None and ast.get_docstring(init) else [])
     public = [
         member for member in members
         if not member.name.startswith("_") and ast.get_docstring(member) and not _is_setter(member)
     ]  # fmt: skip
-    rows = [f"**`{_member(member)}`**\n\n{_text(member)}" for member in public]
-    return "\n".join([f"{title}\n```py\n{shown}\n```\n", *texts, *rows])
+    rows = [f"- `{_member(member)}`: {_summary(member)}" for member in public]
+    return "\n".join([f"{title}\n```py\n{shown}\n```\n", *texts, *rows, *([""] if rows else [])])
 
 
 def _fields(node: ast.ClassDef) -> str:
     """A record's or an enumeration's members, or a class that has no constructor of its own."""
     lines = []
     for statement in node.body:
-        if isinstance(statement, (ast.AnnAssign, ast.Assign)) and not ast.unparse(statement).startswith("_"):
+        if isinstance(statement, (ast.AnnAssign, ast.Assign)) and not ast.unparse(statement).startswith(
+            ("_", "template")
+        ):
             lines.append(f"    {_source(statement)}")
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     return "\n".join([f"class {node.name}" + (f"({bases})" if bases else "") + (":" if lines else ""), *lines])
@@ -179,7 +182,7 @@ def _signature(name: str, node: Callable_) -> str:
     result = f" -> {ast.unparse(node.returns)}" if node.returns is not None and node.name != "__init__" else ""
     parts = _parameters(given)
     line = f"{name}({', '.join(parts)}){result}"
-    if len(line) <= 100:
+    if len(line) <= 88:
         return line
     return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
 
@@ -200,11 +203,19 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
     return _source(argument) + (f" = {_source(default)}" if default is not None else "")
 
 
-def _text(node: ast.ClassDef | Callable_) -> str:
-    """A docstring in Google's form as Markdown."""
+def _summary(node: ast.ClassDef | Callable_) -> str:
+    """A docstring's first paragraph, in one line."""
+    return _markdown(" ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split()))
+
+
+def _text(node: ast.ClassDef | Callable_, *, summary: bool = True) -> str:
+    """A docstring's first paragraph, its example and its arguments, as Markdown."""
     lines: list[str] = []
     section: list[str] | None = None
     text = ast.get_docstring(node) or ""
+    paragraphs = re.split(r"\n\n(?=\S)", text)
+    kept = [part for part in paragraphs if re.match(r"(?:Args|Attributes):", part)]
+    text = "\n\n".join((paragraphs[:1] if summary and paragraphs[0] not in kept else []) + kept)
     if _GOOGLE.match(text.partition("\n")[0]):  # then what follows is not indented
         text = re.sub(r"^(?!\w+:$)(?=.)", "    ", text, flags=re.MULTILINE)
     for line in text.splitlines():

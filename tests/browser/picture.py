@@ -24,7 +24,7 @@ LARGEST = 300_000
 
 def page_of_a_real_run(folder: Path) -> str:
     """The tutorial's command, run in a folder, and its report as a page."""
-    tutorial = (ROOT / "docs" / "tutorial" / "first-run.md").read_text(encoding="utf-8")
+    tutorial = (ROOT / "docs" / "tutorial" / "first-run.md").read_text(encoding="utf-8").replace("\\\n", "")
     (command,) = re.findall(r"^\$ hpc-elastic (run .*--kill-rank .*)$", tutorial, re.MULTILINE)
     (folder / "docs").symlink_to(ROOT / "docs")
     run = [sys.executable, "-m", "hpc_elastic", *command.split()]

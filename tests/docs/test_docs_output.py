@@ -103,7 +103,8 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Home, Session]:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     home = Home(tmp_path_factory.mktemp("first-run"))
-    (command,) = re.findall(r"^\$ (hpc-elastic run .*--kill-rank .*)$", page("tutorial/first-run.md"), re.MULTILINE)
+    tutorial = page("tutorial/first-run.md").replace("\\\n", "")
+    (command,) = re.findall(r"^\$ (hpc-elastic run .*--kill-rank .*)$", tutorial, re.MULTILINE)
     return home, home.session(command)
 
 
@@ -144,9 +145,9 @@ def test_the_values_that_hold(home: Home, shown_output: ShownOutput) -> None:
 
 
 def test_an_sbatch_file_that_is_converted(home: Home, shown_output: ShownOutput) -> None:
-    (file,) = (text for text in fences("how-to/from-torchrun.md", "bash") if "srun torchrun" in text)
-    home.write({"home/me/project/old.sbatch": file})
-    shown_output.check("convert", home.session("hpc-elastic convert old.sbatch"))
+    (file,) = fences("how-to/from-my-sbatch.md", "bash")
+    home.write({"home/me/project/train.sbatch": file})
+    shown_output.check("convert", home.session("hpc-elastic convert train.sbatch"))
 
 
 def test_a_node_that_is_not_fit(home: Home, shown_output: ShownOutput) -> None:

@@ -54,7 +54,7 @@ _RULES = tuple(
         (r"\b\d+(?:\.\d+)? of <N> s\b", "<N> of <N> s"),
         (r"\bjob( +)\d+\b|\breport \d+\b", "job <JOB>"),
         (r" \(\+\d+ more\)$", ""),
-        (r" {2,}", "  "),
+        (r" +", " "),
     )
 )
 RACES = tuple(
@@ -62,7 +62,7 @@ RACES = tuple(
     for pattern, replacement in (
         # Whether a rank saw its peer's connection closed before its agent ended it.
         (
-            r"^  verdict +: (?:first of 4; the others were stopped within <N> ms"
+            r"^ verdict : (?:first of 4; the others were stopped within <N> ms"
             r"|the only failure that is not a consequence of another one; "
             r"(?:1 other is a consequence|\d others are consequences))$",
             "  verdict  : <FIRST, OR WITH CONSEQUENCES>",

@@ -68,6 +68,11 @@ class SlurmRuns:
         timeout *= CROWDED
         return self._run_of(self.hpc_elastic("submit", "--follow", *arguments, timeout=timeout))
 
+    def follow_file(self, name: str, *, timeout: float = 120) -> Run:
+        """A shell script of the user's that submits one run and follows it."""
+        done = self.cluster.run(["bash", name], user=self.user, cwd=self.folder, timeout=timeout * CROWDED)
+        return self._run_of(done)
+
     def newest(self, *, timeout: float = 90) -> Run:
         """The run that another process is just submitting from here, the first one in this folder."""
         deadline = time.monotonic() + CROWDED * timeout

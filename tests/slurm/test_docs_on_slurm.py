@@ -57,7 +57,7 @@ def readme_commands() -> list[str]:
     """Of the part on clusters, in their order."""
     part = README.partition("\n## On a cluster\n")[2].partition("\n## ")[0]
     fences = re.findall(r"^```console\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
-    return [line.removeprefix("$ ") for fence in fences for line in fence.splitlines()]
+    return [line.removeprefix("$ ") for fence in fences for line in fence.replace("\\\n", "").splitlines()]
 
 
 class Clone:
