@@ -13,7 +13,7 @@ import click
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.files import sole_owner
+from hpc_elastic.base.files import sole_owner, write_json
 from hpc_elastic.cli.run_argument import RUN_HELP, RUNS_DIR, check_single, complete_runs, find_run_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, job_of_run, newest_job, read_status
@@ -22,7 +22,7 @@ from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run import index
 from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import array_tasks
-from hpc_elastic.run.paths import RunPaths, attempt_number, task_index
+from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, task_index
 from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
@@ -98,9 +98,16 @@ def _signal_local(args: SimpleNamespace, number: signal.Signals) -> bool:
     if info.batch_host != os.uname().nodename:
         raise UsageError(f"run {status.run_id} runs on {info.batch_host}: give this command there")
     proc = look_at(known.pid)
+    if number is signal.SIGUSR2:
+        _note_requeue(begun[-1])
     if proc is None or proc.starttime != known.starttime or kill_safely(proc, number) is not Delivery.SENT:
         raise UsageError(f"run {status.run_id} has ended without a verdict: its process {known.pid} is gone")
     return True
+
+
+def _note_requeue(attempt: AttemptPaths) -> None:
+    """A submitted function would take a notice in its last ten minutes for its time limit's, which may end the run."""
+    write_json(attempt.requeue_asked, {"v": 1, "asked_ns": SystemClock().time_ns()})
 
 
 def run_owner(text: str, paths: RunPaths) -> int:
@@ -259,7 +266,16 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
     _check_requeues(status, str(job))
     if status.state in (RunState.SAVING, RunState.ENDING):
         return f"job {job} is already about to end; hpc-elastic status {job} shows how far it is"
-    client.notify(job)
+    # root writes nothing into other users' folders
+    notes = asked.paths.begun_attempts()[-1:] if asked.owner == os.geteuid() else []
+    for attempt in notes:
+        _note_requeue(attempt)
+    try:
+        client.notify(job)
+    except SlurmError:
+        for attempt in notes:
+            attempt.requeue_asked.unlink(missing_ok=True)
+        raise
     return f"the workers of job {job} are asked to save; then it is requeued (hpc-elastic status {job} --watch)"
 
 

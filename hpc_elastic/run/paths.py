@@ -91,6 +91,7 @@ class AttemptPaths(Struct, frozen=True):
     supervisor_error_file = _File("supervisor.error.json")
     suspicions = _File("suspicions")
     slow_ranks = _File("slow-ranks")
+    requeue_asked = _File("requeue-asked.json")
 
     @property
     def number(self) -> int:

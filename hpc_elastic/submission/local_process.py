@@ -14,11 +14,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_elastic.base.file_executor import read_each
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.base.host_facts import command_line
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.sbatch import ScriptLines
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.submission.call import is_timed_out, launcher_file
 from hpc_elastic.workers import tree
 
@@ -109,9 +110,14 @@ class _TimeLimit(threading.Thread):
         self._limit = limit
         self._seconds = max(0.5, limit - delay)
         self._began = float("inf")
+        self._attempts: list[AttemptPaths] = []
+        """The newest one, if any."""
 
     def is_near(self) -> bool:
-        """Whether a notice of now means that the attempt is out of time."""
+        """Whether a notice of now means that the attempt is out of time, and is no ``hpc-elastic requeue``."""
+        asked = [attempt.requeue_asked for attempt in self._attempts]
+        if any(read_each(asked, Path.exists, patience=_LOOK_SECONDS).values()):
+            return False
         return is_timed_out(time.monotonic() - self._began, limit=self._limit)
 
     def run(self) -> None:
@@ -122,7 +128,7 @@ class _TimeLimit(threading.Thread):
         while True:
             found = self._paths.begun_attempts()
             if found and found[-1].number > attempt:
-                attempt, self._began = found[-1].number, clock.monotonic()
+                attempt, self._began, self._attempts = found[-1].number, clock.monotonic(), found[-1:]
                 due = self._began + self._seconds
             if due and clock.monotonic() >= due:
                 os.kill(os.getpid(), signal.SIGUSR2)

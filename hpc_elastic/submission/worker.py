@@ -245,9 +245,10 @@ class _Worker:
         assert self._terms is not None
         if self._handled:
             return
+        asked = self._attempt.requeue_asked.exists()  # the notice is the user's, whatever the time
         decision = decide(
             ran=self._seconds_since_start(),
-            limit=self._terms.timeout_min * 60,
+            limit=0.0 if asked else self._terms.timeout_min * 60,
             timeouts_left=self._terms.timeouts_left,
             has_checkpoint=self._call.checkpoint is not None,
             asks_itself=heartbeat.reporter.asks_for_notices,

@@ -64,7 +64,7 @@ class Jobs:
     def __post_init__(self) -> None:
         self.places = {
             name: self.folder / name
-            for name in ("saved", "over", "killed", "cancelled", "script", "held", "program", "done")
+            for name in ("saved", "over", "killed", "cancelled", "script", "held", "program", "done", "again")
         }
         for place in self.places.values():
             place.mkdir(parents=True)
@@ -100,6 +100,7 @@ class Jobs:
         self.late = submit(functions.sleeps, self.places["cancelled"])
         executor.update_parameters(timeout_min=9, max_num_timeout=0)
         self.over = submit(functions.Saved(self.places["over"]), "never")
+        self.again = submit(functions.sleeps_once, self.places["again"])
 
     def all(self) -> list[ElasticJob[Any]]:
         return [value for value in vars(self).values() if isinstance(value, ElasticJob)]
@@ -216,6 +217,15 @@ def test_a_job_may_be_out_of_time_only_so_often(jobs: Jobs) -> None:
     assert "Job not requeued because: timed-out too many times." in (jobs.over.stdout() or "")
     assert jobs.over.state == "TIMEOUT"
     assert (jobs.places["over"] / "saved-0").exists(), "checkpoint() is called all the same, as submitit does"
+
+
+def test_a_short_job_comes_back_when_its_requeue_is_asked_for(jobs: Jobs) -> None:
+    """A notice in its last ten minutes would be its time limit's, and end it for good."""
+    until(lambda: (jobs.places["again"] / "sleeping-0").exists())
+    requeue = [sys.executable, "-m", "hpc_elastic", "requeue", str(jobs.again.run_dir)]
+    subprocess.run(requeue, check=True)
+    assert jobs.again.result() == "came back"
+    assert "(requeue)" in jobs.again.log()
 
 
 def test_a_function_that_has_returned_is_held_until_the_others_have(jobs: Jobs) -> None:
