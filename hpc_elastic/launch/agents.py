@@ -117,8 +117,6 @@ class _Relaunch(Struct, frozen=True, kw_only=True):
 
 
 class _Trial(Struct, kw_only=True):
-    """A node that left the run while Slurm still lists it."""
-
     at: float | None
     """Time of the next start; None: an agent is on its way, or runs."""
     trials: int = 0
@@ -229,7 +227,6 @@ class Agents(Struct, eq=False):
             self.ask(lambda participant: participant.refresh(look))
 
     def _is_tried_later(self, ended: AgentEnd) -> bool:
-        """Whether the end only shows that a lost node is not back yet, or lacks mounts."""
         trial = self._trials.get(ended.node)
         if trial is None or trial.at is not None or trial.trials >= MAX_TRIALS:
             return False
@@ -272,7 +269,6 @@ class Agents(Struct, eq=False):
         self._relaunch(node, f"it ended: {unable.reason}")
 
     def _has_come(self, relaunch: _Relaunch) -> bool:
-        """Whether the process was an agent that took part; True too where the store does not answer."""
         node = relaunch.ended.node
         return relaunch.look > self._looks_done or self._announcements[node] > self._announced_by_end[node]
 
@@ -301,7 +297,6 @@ class Agents(Struct, eq=False):
 
     @property
     def are_all_unfit(self) -> bool:
-        """Whether no node is left, and no agent died: no verdict will come."""
         unfit = self._count(GivenUp.UNHEALTHY) + self._count(GivenUp.REFUSED)
         return self.none_is_left and (unfit > 0 or len(self._unable) == len(self._given_up))
 

@@ -28,7 +28,7 @@ from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
 from hpc_elastic.launch.requeue import RequeueAction, closed_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import Allocation, AttemptContext, supervisor_events
-from hpc_elastic.launch.slurm_site import slurm_site
+from hpc_elastic.launch.slurm_site import SlurmSite, own_script
 from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
@@ -56,7 +56,7 @@ def run_batch(
     clock = RunClock()
     write_back(1, clock)
     paths, spec = load_run(run_dir)
-    site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
+    site = SlurmSite(env, clock=clock, umask=umask, script=own_script(paths), nodes=nodes, keep=keep)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
 
 
@@ -98,7 +98,7 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     record = RoundLog(store, spec.run_id).latest()
     if record is None or record.status is not Status.CLOSED or record.outcome is None:
         raise UsageError(f"attempt {number} of {paths.root} has not ended")
-    site = slurm_site(env, clock, umask=umask, paths=paths)
+    site = SlurmSite(env, clock=clock, umask=umask, script=own_script(paths))
     if confirmed and site.allocation() is not Allocation.HELD:
         return UNCONFIRMED_CODE
     if not claim_end(store, agent):
@@ -131,7 +131,7 @@ def print_job_nodes(run_dir: Path, env: Mapping[str, str]) -> int:
     """Print the nodes that the job has now; none if it does not run. Returns 1 if Slurm can't be asked."""
     paths, _ = load_run(run_dir)
     try:
-        print(*slurm_site(env, RunClock(), umask=0o077, paths=paths).job_nodes())
+        print(*SlurmSite(env, clock=RunClock(), umask=0o077, script=own_script(paths)).job_nodes())
     except SlurmError as error:
         print(f"hpc-elastic: {error}", file=sys.stderr)
         return 1

@@ -77,7 +77,6 @@ def conclude(
     files: FileExecutor | None = None,
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
-    """Write how an attempt ended, and have the next one queued where that is decided."""
     disk = LastFiles(files or FileExecutor(), is_hurried=is_hurried, is_late=result.signal_number is not None)
     end = _End(context, result, disk)
     return end.in_haste() if result.signal_number is not None else end.in_order()
@@ -124,7 +123,6 @@ class _End:
         return self._decision
 
     def _asks_slurm(self) -> bool:
-        """Whether there is to be another attempt, and Slurm has not queued it already."""
         return self._decision.action is RequeueAction.REQUEUE and not self._result.requeued
 
     def _write_decision(self) -> None:
@@ -163,7 +161,6 @@ class _End:
         return True
 
     def _save(self) -> bool:
-        """Write result.json. Returns whether the filesystem answered."""
         stored = StoredResult(
             outcome=self._result.outcome.value,
             reason=self._result.reason,
@@ -195,7 +192,6 @@ class _End:
         return True
 
     def _judge(self, *, is_late: bool = False) -> tuple[NextNodes, RunHistory | None]:
-        """Judge the nodes. Returns the next attempt's list, and the history with that in it."""
         if not self._save() or self._is_removed:
             return NextNodes(), None
         history = self._disk.do(self._history, None, answers=True)

@@ -160,7 +160,6 @@ class BatchCommands:
         return self._is_failing
 
     def _read_cause(self, files: FileExecutor) -> str:
-        """The root cause in one line; empty: none, or no report."""
         try:
             report = json.loads(files.do(self.context.folder.report_json.read_bytes, within=LOOK_SECONDS))
             return str(report["verdict"]["summary"] or "") if report["verdict"]["cause"] != "none" else ""

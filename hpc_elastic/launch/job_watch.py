@@ -43,8 +43,6 @@ Start = Callable[[Callable[[], None]], None]
 
 
 class SlurmQuestion(Inbox[T | SlurmError]):
-    """Runs one question at a time in a thread; the answer wakes the loop."""
-
     def __init__(self, ask: Callable[[], T], start: Start = start_thread) -> None:
         super().__init__()
         self._ask = ask

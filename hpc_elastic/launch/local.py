@@ -122,7 +122,6 @@ class _Front:
                 self._hear()
 
     def _patience(self) -> float:
-        """Seconds until there is something to do without news."""
         found = _LOOK_SECONDS if self._asked is None else _LOOK_CLOSELY_SECONDS
         if self._dead_since is not None:
             found = min(found, self._dead_since + LAST_SECONDS - time.monotonic())
@@ -227,7 +226,6 @@ class AgentProcess:
 
 
 def _closing() -> list[tuple[int, int]]:
-    """Close inherited descriptors beyond the standard streams, which would be handed on."""
     actions = []
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
@@ -302,7 +300,6 @@ class LocalLauncher:
         return ended
 
     def _is_hung_dead(self, pid: int) -> bool:
-        """Whether an agent has ended but for a thread that a mount holds: no process can wait for it then."""
         proc = tree.look_at(pid)
         if proc is None or not (proc.is_dead or (self._has_killed and proc.state == "D")):
             self._dead_since.pop(pid, None)

@@ -103,13 +103,11 @@ class NodeClaims(Struct):
         return chosen
 
     def sign(self, run: str) -> None:
-        """Name the run in the lock files, for other runs' messages."""
         for fd in self.held.values():
             os.truncate(fd, 0)
             os.pwrite(fd, run.encode("utf-8", "surrogateescape"), 0)
 
     def _lock_all(self, folder: Path, allocated: Sequence[str]) -> dict[str, str]:
-        """Lock what is free. Returns taken nodes → their run."""
         taken = {}
         for node in allocated:
             fd = os.open(folder / _UNSAFE.sub("-", node), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -90,7 +90,6 @@ def decide_arming(
 
 
 def back_off(idle: int) -> float:
-    """Seconds until an attempt may begin after `idle` attempts in a row without progress."""
     if idle < 2:
         return 0.0
     return min(MOST_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2.0 ** min(idle - 2, 30))
@@ -100,12 +99,12 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     outcome: Outcome
     reason: str
     retryable: bool
-    signal_number: int | None
-    fingerprint: str
+    signal_number: int | None = None
+    fingerprint: str = ""
     """The script's failure that ended it, if any."""
-    step: int
+    step: int = -1
     """The furthest step reported by then, -1 for none."""
-    seconds: float
+    seconds: float = 0.0
     requeued: bool = False
     """Slurm has put the job back into the queue itself."""
     cancelled: bool = False
@@ -114,9 +113,7 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     """The preemption notice's `signals.Meaning`, if there was one."""
 
 
-def closed_result(
-    record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None, seconds: float = 0.0
-) -> AttemptResult:
+def closed_result(record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None) -> AttemptResult:
     return AttemptResult(
         outcome=outcome,
         reason=record.reason,
@@ -125,7 +122,6 @@ def closed_result(
         # What an earlier round of it failed by is no reason where a notice, or lost nodes, ended it.
         fingerprint=record.memory.fingerprint if outcome is Outcome.FAILED else "",
         step=record.memory.step,
-        seconds=seconds,
     )
 
 
@@ -143,7 +139,6 @@ class RequeueDecision(Struct, frozen=True, kw_only=True):
 
 
 def idle_attempts(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> int:
-    """Number of attempts in a row, this one included, that failed without progress."""
     is_first_step = result.step >= 0 and (before is None or before.step < 0)
     if result.outcome in _MADE_ROOM or is_first_step or _made_progress(before, spec, result)[0]:
         return 0

@@ -83,7 +83,6 @@ class JobRequeuer(Struct, eq=False):
     """None: not asked yet."""
 
     def carry_out(self, plan: NextAttempt) -> Requeued:
-        """Queue the next attempt. Raises SlurmError."""
         # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:
         # what is ignored here is ignored there. (Seen on 22.05: scontrol died of it, and the requeue held.)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -112,7 +111,6 @@ class JobRequeuer(Struct, eq=False):
                 raise
 
     def _state(self) -> JobState | None:
-        """Raises SlurmUnavailableError."""
         try:
             return self.client.job_state(self.job)
         except SlurmUnavailableError:
@@ -169,7 +167,6 @@ class JobRequeuer(Struct, eq=False):
         return f" {why}" if why else ""
 
     def _nodes_to_ask(self, plan: NextAttempt) -> tuple[tuple[int, int], str] | None:
-        """The range and its reason; None: unchanged, or the nodes are unknown."""
         if plan.nodes is None or plan.is_late:
             return None
         try:

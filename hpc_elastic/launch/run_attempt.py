@@ -260,7 +260,6 @@ def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, st
 
 
 def _interpreter(entry: Entrypoint | None) -> str:
-    """The workers' interpreter; empty: a wrapper names none."""
     if entry is None or entry.kind is not EntryKind.COMMAND:
         return entry.python if entry is not None else ""
     words = (entry.target, *entry.args)
@@ -268,7 +267,6 @@ def _interpreter(entry: Entrypoint | None) -> str:
 
 
 def _ask_versions(python: str) -> dict[str, str]:
-    """Ask another interpreter, which takes a tenth of a second."""
     try:
         said = subprocess.run(
             source_command(python, _ASK_VERSIONS),

@@ -38,8 +38,6 @@ _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 class NewRun(Struct, frozen=True):
-    """A new run directory, which no process uses yet."""
-
     paths: RunPaths
     made: tuple[Path, ...]
     """The folders that were made for it, outermost first."""
@@ -254,7 +252,6 @@ def give_way(
 
 
 def forget_attempt(paths: RunPaths, attempt: AttemptPaths) -> None:
-    """Remove an attempt that was claimed and started nothing."""
     shutil.rmtree(attempt.root, ignore_errors=True)
     begun = paths.begun_attempts()
     if begun:

@@ -58,7 +58,6 @@ class OutputStatus(Struct, frozen=True, kw_only=True):
 
 
 def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> tuple[StepStatus | None, float | None]:
-    """The steps of a round's workers, if known, and `RunStatus.resting`. Reads one small file for each member."""
     known: dict[ProgressSource, dict[int, int]] = {}
     resting: list[float] = []
     paces: list[float] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -137,16 +138,10 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         spec = load_run_spec(paths.run_json)
     except UnreadableRunError as error:
         problem = str(error)
-    known: dict[str, Any] = {
-        "run_id": spec.run_id if spec else paths.run_id,
-        "run_dir": str(paths.root),
-        "name": spec.name if spec else "",
-        "cluster": spec.cluster if spec else "",
-        "max_restarts": spec.max_restarts if spec else 0,
-        "max_requeues": spec.max_requeues if spec else 0,
-        "created_ns": spec.created_ns if spec else 0,
-        "bad_nodes": load_record(paths.nodes_json).excluded,
-    }
+    known: dict[str, Any] = {"run_id": paths.run_id, "run_dir": str(paths.root), "name": "", "cluster": ""}
+    known["bad_nodes"] = load_record(paths.nodes_json).excluded
+    of_spec = ("run_id", "name", "cluster", "max_restarts", "max_requeues", "created_ns") if spec else ()
+    known.update({name: getattr(spec, name) for name in of_spec})
     begun = paths.attempts()
     if not begun:
         return RunStatus(**known, state=RunState.SUBMITTED, problem=problem)
@@ -274,7 +269,6 @@ def silent_for(paths: RunPaths, number: int | None, *, now_ns: int) -> float | N
 
 
 def state_of(record: RoundRecord | None, exit_code: int | None) -> RunState:
-    """The state by the log's newest record and the newest attempt's exit code, None while it runs."""
     if exit_code is not None:
         return RunState.REQUEUED if exit_code == ExitCode.REQUEUED else RunState.ENDED
     if record is None or record.status in (Status.JOINABLE, Status.FROZEN):
@@ -306,10 +300,8 @@ def _result(attempt: AttemptPaths) -> dict[str, Any]:
     if result is None:
         return {}
     found: dict[str, Any] = {"outcome": result.outcome, "reason": result.reason, "exit_code": result.exit_code}
-    try:
+    with suppress(OSError):  # it is being removed
         found["ended_ns"] = attempt.result_json.stat().st_mtime_ns
-    except OSError:
-        pass  # it is being removed
     if result.exit_code == ExitCode.REQUEUED and result.next_job:
         found["job_id"] = result.next_job  # the run goes on in another job
     return found

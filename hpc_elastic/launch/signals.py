@@ -212,8 +212,6 @@ SOONER_SECONDS = 2.0
 
 
 class SignalResolver(Struct, eq=False):
-    """Asks Slurm what a signal means."""
-
     ask: Callable[[float], SlurmAnswer]
     grace: float
     kill_wait: float | None

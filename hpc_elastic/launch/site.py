@@ -23,8 +23,6 @@ from hpc_elastic.workers.tree import node_key
 
 
 class AgentEnd(Struct, frozen=True, kw_only=True):
-    """An agent ended, or never started."""
-
     node: int
     code: int | None
     """As in `subprocess`; None: unknown."""
@@ -53,7 +51,6 @@ def agent_command(paths: RunPaths, attempt: int, *arguments: str) -> list[str]:
 
 
 def node_mark(spec: RunSpec, cluster: str, node: int = 0) -> str:
-    """Identifies processes that an earlier agent of this node left."""
     return f"{spec.uid}:{node_key(cluster, node)}"
 
 
@@ -68,9 +65,7 @@ class Launcher(Protocol):
     @property
     def hears_all_ends(self) -> bool: ...
 
-    def launch(self) -> None:
-        """Raises HpcElasticError: no agent could be started."""
-        ...
+    def launch(self) -> None: ...
 
     def relaunch(self, node: int) -> None: ...
 
@@ -98,8 +93,6 @@ class Launcher(Protocol):
 
 
 class EligibleNodes(Struct, frozen=True, kw_only=True):
-    """Nodes that the job may get, by Slurm's names."""
-
     known: frozenset[str]
     usable: frozenset[str]
     """Neither down nor drained; busy ones count."""
@@ -108,8 +101,6 @@ class EligibleNodes(Struct, frozen=True, kw_only=True):
 
 
 class AttemptContext(Struct, frozen=True, kw_only=True):
-    """One attempt, and the means that its parts share."""
-
     paths: RunPaths
     spec: RunSpec
     site: Site
@@ -187,5 +178,4 @@ class Site:
         return None
 
     def requeue(self, plan: NextAttempt) -> Requeued:
-        """Queue the next attempt. Raises HpcElasticError."""
         raise NotImplementedError

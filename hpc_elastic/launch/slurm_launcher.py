@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.launch.site import AgentEnd, describe_code
-from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
+from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents
 from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, complaint_of, is_passing, parse_srun_line
 from hpc_elastic.workers.linux import signals_unblocked
 
@@ -147,7 +147,7 @@ class SlurmLauncher(Struct, eq=False):
         return False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
 
     def relaunch(self, node: int) -> None:
-        self._start(srun_one_agent(self.nodes[node], self.command, extra=self.extra), {node})
+        self._start(srun_agents(1, self.command, where=[self.nodes[node]], extra=self.extra), {node})
 
     def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
         try:

@@ -81,6 +81,7 @@ def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Alloca
 logger = logging.getLogger(__name__)
 
 HURRIED_SECONDS = 2.0
+"""While Slurm's SIGKILL is KillWait away."""
 CONFIRM_SECONDS = 15.0
 """A slow controller may need this long; without munge a command would try for a minute."""
 
@@ -90,26 +91,28 @@ class SlurmSite(Site):
         self,
         env: Mapping[str, str],
         *,
-        client: SlurmClient,
-        hurried: SlurmClient,
-        confirming: SlurmClient | None = None,
         clock: Clock,
         umask: int,
+        client: SlurmClient | None = None,
         script: Path | None = None,
         nodes: Sequence[str] | None = None,
         keep: Sequence[int] = (),
     ) -> None:
         """Args:
-        confirming: Asks whether this node still belongs to the job; None: `client`.
-        hurried: A client with a short timeout, while Slurm's SIGKILL is KillWait away.
+        client: None: Slurm's commands, by clients of several timeouts.
+        script: See `own_script`.
         nodes: The nodes that the run takes; None: all of the allocation.
         keep: Descriptors that each srun inherits: `NodeClaims`.
+
+        Raises:
+            JobEnvironmentError: `env` belongs to no job.
         """
+        runner = SubprocessRunner(env)
         self._env = dict(env)
-        self._client = client
+        self._client = client or SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
         self._clock = clock
-        self._hurried = hurried
-        self._confirming = confirming or client
+        self._hurried = client or SlurmClient(runner, clock, timeout=HURRIED_SECONDS)
+        self._confirming = client or SlurmClient(runner, clock, timeout=CONFIRM_SECONDS)
         self.umask = umask
         self._job = JobEnvironment.from_env(env)
         self._nodes = self._job.nodes if nodes is None else tuple(nodes)
@@ -121,7 +124,7 @@ class SlurmSite(Site):
         """Slurm's record of the job when the attempt began."""
         self._gpu_flags: tuple[str, ...] = ()
         self._requeuer = JobRequeuer(
-            client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
+            self._client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
         )
 
     def facts(self, spec: RunSpec) -> AttemptInfo:
@@ -296,32 +299,6 @@ def _container_arguments(spec: RunSpec, paths: RunPaths) -> list[str]:
     folders = {sys.prefix, sys.base_prefix, str(Path(hpc_elastic.__file__).resolve().parent.parent)}
     packages = [path for path in sorted(folders) if not any(path.startswith(f"{other}/") for other in folders)]
     return pyxis_arguments(container, cwd=spec.cwd, run_dir=str(paths.root), packages=packages)
-
-
-def slurm_site(
-    env: Mapping[str, str],
-    clock: Clock,
-    *,
-    umask: int,
-    paths: RunPaths,
-    nodes: Sequence[str] | None = None,
-    keep: Sequence[int] = (),
-) -> SlurmSite:
-    """Raises JobEnvironmentError: `env` belongs to no job."""
-    runner = SubprocessRunner(env)
-    hurried = SlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    client = SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
-    return SlurmSite(
-        env,
-        client=client,
-        hurried=hurried,
-        confirming=SlurmClient(runner, clock, timeout=CONFIRM_SECONDS),
-        clock=clock,
-        umask=umask,
-        script=own_script(paths),
-        nodes=nodes,
-        keep=keep,
-    )
 
 
 def own_script(paths: RunPaths) -> Path | None:

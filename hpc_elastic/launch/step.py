@@ -20,17 +20,15 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, RunClock, pause
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.launch.site import agent_command, node_mark
-from hpc_elastic.launch.slurm_site import HURRIED_SECONDS, SlurmSite
+from hpc_elastic.launch.slurm_site import SlurmSite
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore
@@ -69,7 +67,6 @@ class StepRendezvous:
         self._store.put_if_absent(_RUN, codec.dumps(run))
 
     def wait(self) -> StepRun:
-        """Raises UsageError: task 0 publishes nothing."""
         deadline = self._clock.monotonic() + RENDEZVOUS_SECONDS
         while self._clock.monotonic() < deadline:
             try:
@@ -141,10 +138,7 @@ class StepLauncher(LocalLauncher):
 
 class StepSite(SlurmSite):
     def __init__(self, env: Mapping[str, str], *, rendezvous: StepRendezvous, clock: Clock, umask: int) -> None:
-        runner = SubprocessRunner(env)
-        hurried = SlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-        client = SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
-        super().__init__(env, client=client, hurried=hurried, clock=clock, umask=umask)
+        super().__init__(env, clock=clock, umask=umask)
         self.environment = dict(env)
         self.rendezvous = rendezvous
         job = JobEnvironment.from_env(env)
@@ -192,7 +186,6 @@ def run_first_task(run_dir: Path, env: Mapping[str, str], *, rendezvous: StepRen
 
 
 def become_agent(run: StepRun, env: Mapping[str, str]) -> int:
-    """Turn this task into its node's agent. Returns only on failure."""
     paths, spec = load_run(Path(run.run_dir))
     argv = agent_command(paths, run.attempt)
     sys.stdout.flush()

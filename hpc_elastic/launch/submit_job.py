@@ -38,8 +38,6 @@ Log = Callable[[str], None]
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """A job to submit."""
-
     job: SlurmJob
     runs_dir: Path
     lines: ScriptLines = field(default_factory=ScriptLines)
@@ -49,12 +47,10 @@ class Submission(Struct, frozen=True, kw_only=True):
 
     @property
     def paths(self) -> RunPaths:
-        """The run's paths; an array's hold its tasks'."""
         return RunPaths(self.runs_dir / self.job.spec.run_id)
 
     @property
     def places(self) -> tuple[RunPaths, ...]:
-        """The paths of the run, or of each array task."""
         return tuple(map(self.paths.task, self.job.tasks)) or (self.paths,)
 
     @property

@@ -47,8 +47,6 @@ HELD_UP_SECONDS = 5.0
 
 
 class AgentState(Enum):
-    """An agent of a superseded attempt."""
-
     ENDED = "ended"
     """It has deregistered: nothing of it runs."""
     ALIVE = "alive"
@@ -141,7 +139,6 @@ class EarlierAttempt:
         self._closed_at += seconds
 
     def look(self, up: Collection[str] = ()) -> dict[str, AgentState]:
-        """The agents' states, by uid; `up` are Slurm's names of the nodes that it reaches."""
         ended = departed(self._store)
         found = {}
         for uid in self.agents():
@@ -161,7 +158,6 @@ class EarlierAttempt:
         return found
 
     def nodes(self, *states: AgentState) -> list[str]:
-        """Slurm's names of the nodes whose agents were in one of these states at the last look."""
         return [self._name(uid) for uid, state in sorted(self._states.items()) if state in states]
 
     def _name(self, uid: str) -> str:
@@ -201,7 +197,6 @@ class EarlierAttempts:
 
     @property
     def awaited_nodes(self) -> list[str]:
-        """Slurm's names of the nodes with agents that are waited for."""
         return [name for earlier in self._open for name in earlier.nodes(*_AWAITED)]
 
     def end(self, on_disk: Callable[[Callable[[], bool]], bool], *, is_interrupted: Callable[[], bool]) -> None:
@@ -266,7 +261,6 @@ class EarlierAttempts:
         return self._is_over()
 
     def look(self) -> bool:
-        """Look at the agents. Returns whether none is waited for any more. Raises EarlierAttemptRunsError."""
         self._look()
         return self._is_over()
 
@@ -294,7 +288,6 @@ class EarlierAttempts:
         return not self._open
 
     def _report(self, earlier: EarlierAttempt, seconds: float) -> None:
-        """Write down how an earlier attempt ended, unless it had ended long before."""
         number, ended, silent = earlier.number, earlier.nodes(AgentState.ENDED), earlier.nodes(AgentState.SILENT)
         if not silent and seconds < LOOK_SECONDS:
             return
@@ -310,7 +303,6 @@ class EarlierAttempts:
         )
 
     def _record_end(self, folder: AttemptPaths, reason: str, *, step: int) -> None:
-        """Write the end of an attempt that was still open, where commands and the report look for it."""
         stored = StoredResult(
             outcome=Outcome.SUPERSEDED.value,
             reason=reason,

@@ -215,7 +215,6 @@ class Supervisor:
             self._close(decision.outcome, reason)
 
     def _look_at_job(self) -> None:
-        """Find a preemption that no signal announced, and nodes about which Slurm disagrees."""
         if self._notice is None and not self._is_ending():
             decision = self._resolver.look()
             if decision is not None:
@@ -396,7 +395,6 @@ class Supervisor:
 
     @property
     def _orphans_wait(self) -> float:
-        """Seconds from the last agent's end to the next step where the log has no verdict."""
         wiped = WIPED_SECONDS if self._agents.has_lost_store else 0.0
         if self._agents.are_all_unfit:  # no agent is left that could have said something
             return max(wiped, UNFIT_SECONDS)
@@ -426,27 +424,32 @@ class Supervisor:
                 logger.error("after that: %s", problem)
 
     def result(self) -> AttemptResult:
-        result, failed = self._result(), sorted(self._launcher.unlaunched.items())
-        if not (result.requeued and failed):
-            return result
-        # Slurm requeues a job by itself where a prolog fails on one of its nodes.
-        why = [f"{self._attempt.nodes[node]}: {reason}" for node, reason in failed]
-        return replace(result, reason="; ".join([result.reason, *why]))
+        reason, failed = (result := self._result()).reason, sorted(self._launcher.unlaunched.items())
+        if self._requeued and failed:
+            # Slurm requeues a job by itself where a prolog fails on one of its nodes.
+            reason = "; ".join([reason, *(f"{self._attempt.nodes[node]}: {why}" for node, why in failed)])
+        return replace(
+            result,
+            reason=reason,
+            seconds=self._clock.monotonic() - self._started_at,
+            requeued=self._requeued,
+            cancelled=self._cancelled,
+            notice=self._notice_means,
+        )
 
     def _result(self) -> AttemptResult:
         record, agents = self.record, self._agents
         number = int(self._signal) if self._signal is not None else None
-        seconds = self._clock.monotonic() - self._started_at
         if record is not None and record.status is Status.CLOSED and record.outcome is not None:
             if record.outcome is not Outcome.CANCELLED and record.reason != self._signal_reason:
                 number = None  # it came later, or after a notice: something else has ended the attempt
-            result = closed_result(record, record.outcome, signal_number=number, seconds=seconds)
+            result = closed_result(record, record.outcome, signal_number=number)
             if result.outcome is Outcome.TOO_FEW_NODES and (unable := agents.describe_unable):
                 retryable = result.retryable and not agents.is_same_everywhere
                 result = replace(result, reason=f"{result.reason}; {unable}", retryable=retryable)
             if agents.is_refused_by_all:
                 result = replace(result, outcome=Outcome.FAILED, reason=agents.describe_unable, retryable=False)
-            return replace(result, requeued=self._requeued, cancelled=self._cancelled, notice=self._notice_means)
+            return result
         if self._asked is not None:
             outcome, reason = self._asked
         elif self._signal is not None:
@@ -459,14 +462,5 @@ class Supervisor:
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(
-            outcome=outcome,
-            reason=reason,
-            retryable=not agents.is_same_everywhere,
-            signal_number=number,
-            fingerprint="",
-            step=-1,
-            seconds=seconds,
-            requeued=self._requeued,
-            cancelled=self._cancelled,
-            notice=self._notice_means,
+            outcome=outcome, reason=reason, retryable=not agents.is_same_everywhere, signal_number=number
         )

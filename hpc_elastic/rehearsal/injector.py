@@ -27,7 +27,7 @@ from hpc_elastic.base.codec import from_json, to_json
 from hpc_elastic.base.host_facts import files_written_by
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, folders_below
-from hpc_elastic.slurm.commands import JobId, srun_one_agent, submission_environment
+from hpc_elastic.slurm.commands import JobId, srun_agents, submission_environment
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc
 
@@ -202,7 +202,7 @@ class RemoteInjector:
         command = [*module_command("hpc_elastic.rehearsal.injector", "main"), request]
         try:
             done = subprocess.run(
-                srun_one_agent(self._node, command, extra=(*cluster, f"--jobid={self._job}", "--quiet")),
+                srun_agents(1, command, where=[self._node], extra=(*cluster, f"--jobid={self._job}", "--quiet")),
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

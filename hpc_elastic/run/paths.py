@@ -74,6 +74,8 @@ class RankPaths(Struct, frozen=True):
     stderr = _File("stderr.log")
     error_file = _File("error.json")
     stacks = _File("stacks.txt")
+    result_pickle = _File("result.pkl")
+    exception_pickle = _File("exception.pkl")
 
 
 class AttemptPaths(Struct, frozen=True):
@@ -92,6 +94,7 @@ class AttemptPaths(Struct, frozen=True):
     suspicions = _File("suspicions")
     slow_ranks = _File("slow-ranks")
     requeue_asked = _File("requeue-asked.json")
+    checkpoint = _File("checkpoint")
 
     @property
     def number(self) -> int:
@@ -112,6 +115,9 @@ class AttemptPaths(Struct, frozen=True):
     def round_dir(self, round_index: int) -> Path:
         return self.root / f"round-{round_index:03d}"
 
+    def rank_checkpoint(self, global_rank: int) -> Path:
+        return self.checkpoint / f"rank-{global_rank:05d}.pkl"
+
     def rank(self, round_index: int, global_rank: int) -> RankPaths:
         return RankPaths(self.round_dir(round_index) / f"rank-{global_rank:05d}")
 
@@ -128,6 +134,8 @@ class RunPaths(Struct, frozen=True):
     job_log = _File("job.log")
     nodes_json = _File("nodes.json")
     pace_json = _File("pace.json")
+    call_pickle = _File("call.pkl")
+    launcher_json = _File("launcher.json")
     latest = _File("latest")
 
     @property

@@ -81,7 +81,6 @@ def literal_path(path: str) -> str:
 
 
 def load_template() -> str:
-    """The text of elastic.sbatch, from the installed package or from beside an editable checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package, package.parent):
         path = folder / "sbatch_templates" / "elastic.sbatch"

@@ -19,7 +19,6 @@ from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.cluster_facts import PartitionNodes, SlurmConfig, parse_show_config, parse_sinfo_nodes
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
-    SlurmAnswerError,
     SlurmError,
     SlurmMissingError,
     SlurmUnavailableError,
@@ -44,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 
 class CommandResult(Struct, frozen=True, kw_only=True):
-    """Text is UTF-8 with surrogate escapes."""
-
     rc: int
     stdout: str = ""
     stderr: str = ""
@@ -104,7 +101,7 @@ class SlurmClient(Struct, eq=False):
         job = parse_submitted(result.stdout)
         if job is None:
             why = f"printed {(result.stdout.strip().splitlines() or [''])[-1]!r} instead of a job id"
-            raise _failure(SlurmAnswerError, what="sbatch", why=why, argv=argv, result=result)
+            raise _failure(SlurmError, what="sbatch", why=why, argv=argv, result=result)
         if note := one_line(result.stderr):
             self.log(f"sbatch: {note}")
         return job
@@ -129,7 +126,7 @@ class SlurmClient(Struct, eq=False):
         states = self._placed(parse_show_job(result.stdout), job)
         if not states:
             why = "scontrol's answer holds no job"
-            raise _failure(SlurmAnswerError, what=f"looking up job {job}", why=why, argv=argv, result=result)
+            raise _failure(SlurmError, what=f"looking up job {job}", why=why, argv=argv, result=result)
         return states
 
     def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
@@ -156,7 +153,6 @@ class SlurmClient(Struct, eq=False):
         return parse_show_config(self._run("reading Slurm's configuration", ["scontrol", "show", "config"]).stdout)
 
     def elsewhere(self, job: JobId) -> str | None:
-        """The job's cluster if it is not this host's: printed commands have to name it."""
         if job.cluster and self._cluster_here is None:
             try:
                 self._cluster_here = self.config().cluster
@@ -169,7 +165,6 @@ class SlurmClient(Struct, eq=False):
         return states if cluster is None else tuple(replace(state, cluster=cluster) for state in states)
 
     def requeue(self, job: JobId) -> None:
-        """Requeue a running or ended job. It starts no sooner than the site's delay (`start_now` waives it)."""
         self._run(f"requeueing job {job}", commands.scontrol(job, "requeue", str(job)))
 
     def allow_requeue(self, job: JobId) -> None:
@@ -193,13 +188,11 @@ class SlurmClient(Struct, eq=False):
         return None
 
     def dependents(self, job: JobId, *, uid: int) -> tuple[str, ...]:
-        """Ids of a user's pending jobs that wait for this one's end (``afterany``)."""
         argv = ["squeue", "-u", str(uid), "-h", "-t", "PENDING", "-o", "%i|%E"]
         found = self._run(f"looking for jobs that wait for {job}", argv)
         return parse_dependents(found.stdout, job.number)
 
     def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
-        """Keep a pending job off these nodes, and these only: an earlier list is replaced."""
         listed = compress(nodes)
         self._run(f"excluding {listed or 'no node'} from job {job}", commands.update(job, ExcNodeList=listed))
 
@@ -226,7 +219,6 @@ class SlurmClient(Struct, eq=False):
             pass  # as in `cancel`
 
     def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
-        """Node counts of these partitions (comma-separated), or of all that are shown."""
         argv = ["sinfo", "-N", "-h", "-o", commands.SINFO_FORMAT, *(["-p", names] if names else [])]
         return parse_sinfo_nodes(self._run("counting nodes", argv).stdout)
 

@@ -46,7 +46,6 @@ def config_fields(text: str) -> dict[str, str]:
 
 
 def parse_show_config(text: str) -> SlurmConfig:
-    """Missing and unreadable settings take Slurm's defaults."""
     fields = config_fields(text)
     return SlurmConfig(
         version=tuple(int(part) for part in re.findall(r"\d{1,9}", fields.get("SLURM_VERSION", ""))[:3]),

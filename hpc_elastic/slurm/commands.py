@@ -74,31 +74,37 @@ class JobId(Struct, frozen=True):
 
 
 def srun_agents(
-    nodes: int, command: Sequence[str], *, exclude: Iterable[str] = (), extra: Sequence[str] = ()
+    nodes: int,
+    command: Sequence[str],
+    *,
+    where: Sequence[str] = (),
+    exclude: Iterable[str] = (),
+    extra: Sequence[str] = (),
 ) -> list[str]:
     """One task on each of `nodes` nodes of the allocation, with all of the job's CPUs there.
 
     Run it with `scrubbed_environment`. srun's end and exit code are no verdict: it may never return.
 
     Args:
-        exclude: Nodes of the allocation to leave out: dead ones, which would abort the whole launch.
+        where: The nodes' names; empty: any of the allocation but those in `exclude`, as dead ones would abort it all.
         extra: The user's ``--srun-arg``s, after ours, so that they win.
     """
-    argv = ["srun", f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1", *_SRUN_FLAGS]
-    left_out = compress(exclude)
-    if left_out:
-        argv.append(f"--exclude={left_out}")
-    return [*argv, *extra, *command]
-
-
-def srun_one_agent(node: str, command: Sequence[str], *, extra: Sequence[str] = ()) -> list[str]:
-    """One task on one node, in a step of its own: starting it can't harm the other agents."""
-    place = ["-N1", "-n1", "-w", compress([node])]
-    return ["srun", *place, "--ntasks-per-node=1", *_SRUN_FLAGS, *extra, *command]
+    place = ["-w", compress(where)] if where else []
+    left_out = [f"--exclude={names}"] if (names := compress(exclude)) else []
+    return [
+        "srun",
+        f"-N{nodes}",
+        f"-n{nodes}",
+        *place,
+        "--ntasks-per-node=1",
+        *_SRUN_FLAGS,
+        *left_out,
+        *extra,
+        *command,
+    ]
 
 
 def scrubbed_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """srun's environment, without variables that would overrule its flags."""
     dropped = {*SHAPE_VARIABLES, *_GPU_VARIABLES}
     return {key: value for key, value in env.items() if key not in dropped and not key.startswith("SLURM_STEP")}
 

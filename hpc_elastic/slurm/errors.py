@@ -41,10 +41,6 @@ class SlurmUnavailableError(SlurmError):
     """The controller could not be reached, or did not answer in time: nothing is known; try again."""
 
 
-class SlurmAnswerError(SlurmError):
-    """The command succeeded, but what it printed can't be read."""
-
-
 class UnknownJobError(SlurmError):
     """Slurm does not know the job (any more)."""
 
@@ -59,14 +55,6 @@ class RequeueDisabledError(SlurmError):
 
 class JobNotPendingError(SlurmError):
     """This can only be changed while the job is pending."""
-
-
-class JobFinishedError(SlurmError):
-    """The job has ended already."""
-
-
-class InvalidNodeError(SlurmError):
-    """A host name that this cluster does not have."""
 
 
 class SubmissionRefusedError(SlurmError):
@@ -94,10 +82,8 @@ _PATTERNS: tuple[tuple[type[SlurmError], re.Pattern[str]], ...] = tuple(
         ),
         (RequeueDisabledError, r"requested operation is presently disabled"),
         (JobNotPendingError, r"job is no longer pending execution"),
-        (JobFinishedError, r"job has already finished|already completing or completed"),
         (UnknownJobError, r"invalid job id"),
         (SlurmPermissionError, r"access/permission denied|invalid user id"),
-        (InvalidNodeError, r"invalid node name specified"),
     )
 )
 _PREFIX = re.compile(
@@ -106,7 +92,6 @@ _PREFIX = re.compile(
 
 
 def classify(text: str) -> type[SlurmError]:
-    """The error that the text of a failed command means."""
     return next((error for error, pattern in _PATTERNS if pattern.search(text)), SlurmError)
 
 

@@ -31,8 +31,6 @@ class JobEnvironmentError(UsageError):
 
 
 class NodeEnvironment(Struct, frozen=True, kw_only=True):
-    """The node of this process, by the environment."""
-
     name: str | None
     """Slurm's name; None in salloc's shell on a login node."""
     gpus: int
@@ -40,8 +38,6 @@ class NodeEnvironment(Struct, frozen=True, kw_only=True):
 
 
 class TaskFacts(Struct, frozen=True, kw_only=True):
-    """A task that srun started."""
-
     step_id: int
     step_nodes: tuple[str, ...]
     """The order of SLURM_STEP_NODELIST."""
@@ -53,8 +49,6 @@ class TaskFacts(Struct, frozen=True, kw_only=True):
 
 
 class JobEnvironment(Struct, frozen=True, kw_only=True):
-    """The job that this process belongs to, and its place in it."""
-
     job_id: str
     array_job_id: str | None
     array_task_id: str | None
@@ -69,7 +63,6 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
 
     @property
     def requeue_id(self) -> str:
-        """The argument of ``scontrol requeue``: ``ARRAYJOB_TASK`` for an array task."""
         if self.array_job_id is not None and self.array_task_id is not None:
             return f"{self.array_job_id}_{self.array_task_id}"
         return self.job_id
@@ -124,8 +117,6 @@ def without_run_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Reader:
-    """Reads variables; every error names the variable that was really there."""
-
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
 
@@ -149,12 +140,10 @@ class _Reader:
             raise JobEnvironmentError(name, value, "is not a number")
         return int(value)
 
-    def need_number(self, *names: str, below: tuple[str, int] | None = None) -> int:
+    def need_number(self, *names: str) -> int:
         value = self.number(*names)
         if value is None:
             raise JobEnvironmentError(names[0], "", "is missing, though this is a task of a Slurm step")
-        if below is not None and value >= below[1]:
-            raise JobEnvironmentError(names[0], str(value), f"is not below {below[0]}={below[1]}")
         return value
 
     def optional_id(self, *names: str) -> str | None:
@@ -177,12 +166,9 @@ class _Reader:
             return None
         name, value = found
         try:
-            nodes = expand(value)
+            return expand(value)
         except HostlistError as error:
             raise JobEnvironmentError(name, value, f"is not a list of hosts: {error.why}") from None
-        if len(set(nodes)) != len(nodes):
-            raise JobEnvironmentError(name, value, "names a host twice")
-        return nodes
 
     def parsed(self, parse: Callable[[str], T], *names: str) -> T | None:
         found = self.find(*names)
@@ -248,27 +234,13 @@ def _job_nodes(reader: _Reader) -> tuple[str, ...]:
 
 def _task_facts(reader: _Reader) -> TaskFacts:
     step_nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
-    num_nodes = reader.number("SLURM_STEP_NUM_NODES", default=len(step_nodes))
-    assert num_nodes is not None
-    if num_nodes != len(step_nodes):
-        raise JobEnvironmentError(
-            "SLURM_STEP_NUM_NODES", str(num_nodes), f"but SLURM_STEP_NODELIST names {len(step_nodes)}"
-        )
-    tasks_per_node = reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or ()
-    if tasks_per_node and len(tasks_per_node) != num_nodes:
-        raise JobEnvironmentError(
-            "SLURM_STEP_TASKS_PER_NODE",
-            reader.text("SLURM_STEP_TASKS_PER_NODE") or "",
-            f"is for {len(tasks_per_node)} nodes, but the step has {num_nodes}",
-        )
-    num_tasks = reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     return TaskFacts(
         step_id=reader.need_number("SLURM_STEP_ID", "SLURM_STEPID"),
         step_nodes=step_nodes,
-        num_nodes=num_nodes,
-        procid=reader.need_number("SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", num_tasks)),
-        num_tasks=num_tasks,
-        tasks_per_node=tasks_per_node,
+        num_nodes=len(step_nodes),
+        procid=reader.need_number("SLURM_PROCID"),
+        num_tasks=reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        tasks_per_node=reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or (),
     )
 
 

@@ -17,8 +17,6 @@ from hpc_elastic.slurm.notation import HostlistError, expand, local_time
 
 
 class JobPhase(Enum):
-    """Slurm's two dozen states, reduced to the phases of a job."""
-
     PENDING = "pending"
     RUNNING = "running"
     COMPLETING = "completing"
@@ -81,8 +79,6 @@ _FIELD = re.compile(r"(?:\A|(?<= ))([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
 
 
 class JobState(Struct, frozen=True, kw_only=True):
-    """One job, or one array task (or its pending rest)."""
-
     job_id: str
     state: str
     """Slurm's word, ``RUNNING``."""
@@ -224,7 +220,6 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def parse_squeue(text: str) -> tuple[JobState, ...]:
-    """The jobs in the output of `commands.squeue`. Lines of another form are left out."""
     jobs = []
     for line in text.splitlines():
         cells = line.split("|")
@@ -254,7 +249,6 @@ def _parts_of_id(job_id: str) -> dict[str, Any]:
 
 
 def parse_sacct(text: str) -> tuple[JobState, ...]:
-    """The jobs in the output of `commands.sacct`. Lines of another form are left out."""
     jobs = []
     for line in text.splitlines():
         cells = line.split("|")
@@ -284,7 +278,6 @@ def parse_submitted(text: str) -> JobId | None:
 
 
 def parse_own_jobs(text: str, run_dir: str) -> JobId | None:
-    """The job of a run directory, by the output of `commands.own_jobs`."""
     cluster = None
     for line in text.splitlines():
         number, bar, rest = line.partition("|")
@@ -347,7 +340,6 @@ def _text(value: str | None) -> str | None:
 
 
 def _user(value: str) -> str | None:
-    """``alice(1001)``."""
     name, _, number = value.rstrip(")").rpartition("(")
     return (number if name in ("", "nobody") else name) or None
 

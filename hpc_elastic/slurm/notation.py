@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from hpc_elastic.errors import HpcElasticError, UsageError
 
@@ -17,6 +17,8 @@ MAX_HOSTS = 1 << 17
 _MAX_NAME = 255
 _MAX_DIGITS = 18
 _NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*\Z")
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_LIST = re.compile(rf"{_ITEM.pattern}(?:,{_ITEM.pattern})*")
 _LITERAL = re.compile(r"[A-Za-z0-9_.-]*\Z")
 _TRAILING_NUMBER = re.compile(rf"(.*?)([0-9]{{1,{_MAX_DIGITS}}})\Z", re.DOTALL)
 
@@ -35,22 +37,50 @@ def expand(text: str) -> tuple[str, ...]:
 
     Raises HostlistError, also for ``(null)`` and ``None assigned``, and for more than `MAX_HOSTS` hosts.
     """
+    if text and not _LIST.fullmatch(text):
+        raise HostlistError(
+            text=_shown(text), why="brackets don't match or are not closed, or a host name is missing at a comma"
+        )
     hosts: list[str] = []
-    for item in _items(text):
-        pieces = _pieces(text, item)
-        count = 1
-        for choices in pieces:
-            count *= len(choices)
-            if len(hosts) + count > MAX_HOSTS:
-                raise HostlistError(text=_shown(text), why=f"names more than {MAX_HOSTS} hosts")
-        names = [""]
-        for choices in pieces:
-            names = [name + choice for name in names for choice in choices]
-        for name in names:
-            if not _NAME.match(name) or len(name) > _MAX_NAME:
-                raise HostlistError(text=_shown(text), why=f"{_shown(name)!r} can't be a host name")
-        hosts += names
+    try:
+        for item in _ITEM.findall(text):
+            hosts += _hosts(item, most=MAX_HOSTS - len(hosts))
+    except ValueError as error:
+        raise HostlistError(text=_shown(text), why=str(error)) from None
     return tuple(hosts)
+
+
+def _hosts(item: str, *, most: int) -> list[str]:
+    """``r[1-2]n`` → ``["r1n", "r2n"]``. Raises ValueError."""
+    names = [""]
+    for index, part in enumerate(re.split(r"[\[\]]", item)):
+        if index % 2 == 0 and not _LITERAL.match(part):
+            raise ValueError(f"{_shown(part)!r} can't be part of a host name")
+        choices = _numbers(part, most=most) if index % 2 else [part]
+        if len(names) * len(choices) > most:
+            raise ValueError(f"names more than {MAX_HOSTS} hosts")
+        names = [name + choice for name in names for choice in choices]
+    for name in names:
+        if not _NAME.match(name) or len(name) > _MAX_NAME:
+            raise ValueError(f"{_shown(name)!r} can't be a host name")
+    return names
+
+
+def _numbers(ranges: str, *, most: int) -> list[str]:
+    """``01-03,7`` → ``["01", "02", "03", "7"]``. Raises ValueError."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (_is_number(first) and _is_number(last)):
+            raise ValueError(f"{_shown(part)!r} is not a number or a range of numbers")
+        low, high = int(first), int(last)
+        if high < low:
+            raise ValueError(f"the range {part} goes down")
+        if len(numbers) + high - low + 1 > most:
+            raise ValueError(f"names more than {MAX_HOSTS} hosts")
+        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
+    return numbers
 
 
 def compress(hosts: Iterable[str]) -> str:
@@ -93,58 +123,6 @@ def names_text(hosts: Iterable[str]) -> str:
         return compress(names)
     except HostlistError:
         return ", ".join(names)
-
-
-def _items(text: str) -> Iterator[str]:
-    """The comma-separated parts outside brackets."""
-    if not text:
-        return
-    depth = start = 0
-    for index, char in enumerate(text):
-        if char == "[":
-            depth += 1
-        elif char == "]":
-            depth -= 1
-        elif char == "," and depth == 0:
-            yield text[start:index]
-            start = index + 1
-        if depth not in (0, 1):
-            raise HostlistError(text=_shown(text), why="brackets don't match")
-    if depth:
-        raise HostlistError(text=_shown(text), why="a bracket is not closed")
-    yield text[start:]
-
-
-def _pieces(text: str, item: str) -> list[list[str]]:
-    """``r[1-2]n`` → ``[["r"], ["1", "2"], ["n"]]``."""
-    if not item:
-        raise HostlistError(text=_shown(text), why="a host name is missing at a comma")
-    pieces: list[list[str]] = []
-    for index, part in enumerate(re.split(r"[\[\]]", item)):
-        if index % 2:
-            pieces.append(_numbers(text, part))
-        elif not _LITERAL.match(part):
-            raise HostlistError(text=_shown(text), why=f"{_shown(part)!r} can't be part of a host name")
-        else:
-            pieces.append([part])
-    return pieces
-
-
-def _numbers(text: str, ranges: str) -> list[str]:
-    """``01-03,7`` → ``["01", "02", "03", "7"]``."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        if not (_is_number(first) and _is_number(last)):
-            raise HostlistError(text=_shown(text), why=f"{_shown(part)!r} is not a number or a range of numbers")
-        low, high = int(first), int(last)
-        if high < low:
-            raise HostlistError(text=_shown(text), why=f"the range {part} goes down")
-        if len(numbers) + high - low + 1 > MAX_HOSTS:
-            raise HostlistError(text=_shown(text), why=f"names more than {MAX_HOSTS} hosts")
-        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
-    return numbers
 
 
 def _is_number(text: str) -> bool:

@@ -63,12 +63,10 @@ _PASSING = re.compile(
 
 
 def complaint_of(line: str) -> str:
-    """`line`, if it is srun's own reason for not doing its work; else empty."""
     return text if _COMPLAINT.match(text := line.rstrip("\r\n")) else ""
 
 
 def is_passing(complaint: str) -> bool:
-    """Whether the reason is momentary, or one node's: another start may do better."""
     return classify(complaint) is not SlurmError or bool(_PASSING.search(complaint))
 
 

@@ -31,7 +31,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
-from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
+from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths, rank_index, round_index
 from hpc_elastic.worker_api import heartbeat
 
 TRUST_VARIABLE = "HPC_ELASTIC_TRUST_COPIES"
@@ -71,7 +71,6 @@ def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
 
 
 def read_head(path: Path) -> dict[str, Any]:
-    """Raises UnreadableObjectError."""
     with _open(path) as file:
         return _head(path, file)
 
@@ -108,7 +107,6 @@ def _open(path: Path) -> BufferedReader:
 
 
 def _was_made_here(path: Path, file: BufferedReader, made: object) -> bool:
-    """Whether the head names this very file: `write_object` wrote it, and nobody copied it."""
     if not isinstance(made, dict):
         return False
     if made.get("inode") == os.fstat(file.fileno()).st_ino:
@@ -198,7 +196,6 @@ def write_call(path: Path, call: Call, terms: CallTerms) -> int:
 
 
 def read_terms(path: Path) -> CallTerms:
-    """Raises UnreadableObjectError."""
     head = read_head(path)
     try:
         return codec.from_json(CallTerms, head)
@@ -207,7 +204,6 @@ def read_terms(path: Path) -> CallTerms:
 
 
 def read_call(path: Path) -> Call:
-    """Raises UnreadableObjectError."""
     function, args, kwargs = read_object(path)
     return Call(function, tuple(args), dict(kwargs))
 
@@ -320,37 +316,12 @@ class Command(_Program):
         sys.exit(code)
 
 
-def call_file(paths: RunPaths) -> Path:
-    return paths.root / "call.pkl"
-
-
-def result_file(rank_dir: Path) -> Path:
-    return rank_dir / "result.pkl"
-
-
-def exception_file(rank_dir: Path) -> Path:
-    return rank_dir / "exception.pkl"
-
-
-def launcher_file(paths: RunPaths) -> Path:
-    return paths.root / "launcher.json"
-
-
-def checkpoint_dir(attempt: AttemptPaths) -> Path:
-    return attempt.root / "checkpoint"
-
-
-def checkpoint_file(attempt: AttemptPaths, rank: int) -> Path:
-    return checkpoint_dir(attempt) / f"rank-{rank:05d}.pkl"
-
-
 def rounds(attempt: AttemptPaths) -> list[int]:
     """The rounds whose workers have begun, the newest last."""
     return sorted(number for name in _names(attempt.root) if (number := round_index(name)) is not None)
 
 
 def ranks(folder: Path) -> list[int]:
-    """The ranks that have something in the folder of a round, or of a checkpoint."""
     names = (name.removesuffix(".pkl") for name in _names(folder))
     return sorted(rank for name in names if (rank := rank_index(name)) is not None)
 
@@ -359,12 +330,11 @@ class RoundPlace(Struct, frozen=True, kw_only=True):
     attempt: AttemptPaths
     round: int
 
-    def rank_dir(self, rank: int) -> Path:
-        return self.attempt.rank(self.round, rank).root
+    def rank(self, rank: int) -> RankPaths:
+        return self.attempt.rank(self.round, rank)
 
 
 def newest_round(paths: RunPaths) -> RoundPlace | None:
-    """The newest round whose workers have begun, or None."""
     for attempt in reversed(paths.begun_attempts()):
         found = rounds(attempt)
         if found:
@@ -407,15 +377,8 @@ class WorkerPlace(Struct, frozen=True, kw_only=True):
             raise UsageError(f"this is no worker of a run ({error}): an agent starts hpc_elastic's workers") from None
 
 
-def job_id_of(env: Mapping[str, str], run_dir: Path) -> str:
-    """The id for Slurm's commands; for a run on this machine, the run's own."""
-    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
-    if array and task:
-        return f"{array}_{task}"
-    return env.get("SLURM_JOB_ID") or run_dir.name
-
-
 def submitit_variables(env: Mapping[str, str], place: WorkerPlace, terms: CallTerms) -> dict[str, str]:
     """The variables by which ``submitit.JobEnvironment()`` recognises our workers."""
-    job_id = job_id_of(env, place.run_dir)
+    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    job_id = f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID") or place.run_dir.name
     return {"SUBMITIT_EXECUTOR": "elastic", FOLDER_VARIABLE: terms.folder, JOB_VARIABLE: job_id}

@@ -9,8 +9,8 @@ from typing import ClassVar
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import JobPaths
 
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission.call import FOLDER_VARIABLE, JOB_VARIABLE, call_file, newest_round, result_file
+from hpc_elastic.run.paths import RankPaths, RunPaths
+from hpc_elastic.submission.call import FOLDER_VARIABLE, JOB_VARIABLE, newest_round
 
 
 class ElasticJobPaths(JobPaths):  # type: ignore[misc]
@@ -41,25 +41,24 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
 
     @property
     def submitted_pickle(self) -> Path:
-        return call_file(self.run)
+        return self.run.call_pickle
 
     @property
     def result_pickle(self) -> Path:
-        return result_file(self._rank_dir)
+        return self._rank.result_pickle
 
     @property
     def stdout(self) -> Path:
-        return self._rank_dir / "stdout.log"
+        return self._rank.stdout
 
     @property
     def stderr(self) -> Path:
-        return self._rank_dir / "stderr.log"
+        return self._rank.stderr
 
     @property
-    def _rank_dir(self) -> Path:
-        """The newest round's; before any, the first one's."""
+    def _rank(self) -> RankPaths:
         place = newest_round(self.run)
-        return self.run.attempt(0).rank(0, self.task_id).root if place is None else place.rank_dir(self.task_id)
+        return self.run.attempt(0).rank(0, self.task_id) if place is None else place.rank(self.task_id)
 
 
 class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 from submitit.core.core import Executor, Job
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -35,134 +34,15 @@ from hpc_elastic.options.sbatch import ScriptLines, check_time_option
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
-from hpc_elastic.submission import local_process, parameters
+from hpc_elastic.submission import local_process
 from hpc_elastic.submission import parameters as names
-from hpc_elastic.submission.call import Call, CallTerms, call_file, function_name, own_sys_path, write_call
+from hpc_elastic.submission.call import Call, CallTerms, function_name, own_sys_path, write_call
 from hpc_elastic.submission.job import ElasticJob
 
 logger = logging.getLogger(__name__)
 
 WORKER_MODULE = "hpc_elastic.submission.worker"
 _IGNORING_NOTICE = 'trap "" USR2; exec "$@"'
-
-
-class Request(Struct, frozen=True, kw_only=True):
-    """A call to run; several calls, one run each, become an array."""
-
-    calls: tuple[Call, ...]
-    terms: CallTerms
-    """Without the time limit and, of several calls, the name."""
-    parsed: Parsed
-    lines: ScriptLines
-    runs_dir: Path
-    python: str
-    """The workers' interpreter, with its arguments, as for a shell."""
-    largest: int
-    """Most bytes of a call."""
-    env: Mapping[str, str]
-
-
-def submit_here(requests: Sequence[Request]) -> list[tuple[str, Path]]:
-    """Start runs on this machine, of one call each. Returns the jobs' ids, which are the runs', and their directories.
-
-    Nothing is started where a value is invalid (UsageError).
-    """
-    _log_what_files_decide(*requests)
-    prepared = [(request, *_local_run(request)) for request in requests]
-    return [_start(request, spec, limit) for request, spec, limit in prepared]
-
-
-def _log_what_files_decide(*requests: Request) -> None:
-    for line in dict.fromkeys(line for request in requests for line in request.parsed.executed):
-        logger.warning("%s", line)
-
-
-def _local_run(request: Request) -> tuple[RunSpec, int]:
-    parsed = request.parsed
-    with explaining(parsed):
-        nodes = job_options.asked_nodes(parsed)
-        limit = check_time_option(parsed.get("time") or "", option=parsed.source("time", "time =")) or 0
-        grace = job_options.notice_seconds(parsed)
-        if limit:
-            grace = max(1, min(grace, limit // 4))
-        cwd = run_request.working_directory(parsed, request.env)
-        spec = run_request.build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=request.env, grace=grace)
-    return _calling(spec, request), limit
-
-
-def _start(request: Request, spec: RunSpec, limit: int) -> tuple[str, Path]:
-    run = create_run(spec, request.runs_dir)
-    try:
-        _write_call(run.paths, request, request.calls[0], limit)
-        local_process.start(
-            run.paths,
-            limit=float(limit),
-            delay=float(spec.signal_grace),
-            lines=request.lines,
-            env=request.env,
-            cwd=spec.cwd,
-        )
-    except BaseException:
-        run.discard()
-        raise
-    return run.paths.run_id, run.paths.root
-
-
-def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Path]]:
-    """Submit one call as a job, several as an array of one run each. Returns the jobs' ids and run directories.
-
-    `parallelism` tasks of an array run at once. Raises UsageError, SlurmError: not submitted; nothing is left.
-    """
-    _log_what_files_decide(request)
-    count = len(request.calls)
-    array = f"0-{count - 1}%{min(count, parallelism)}" if count > 1 else ""
-    with explaining(request.parsed):
-        job = slurm_job(request.parsed, request.env, array=array)
-        limit = check_time_option(job.options.time or "") or 0
-        submission = Submission(
-            job=replace(job, spec=_calling(job.spec, request)),
-            runs_dir=request.runs_dir,
-            lines=request.lines,
-            another_folder="give the executor a shared one (or allow_local_runs_dir=True where they can)",
-            this_machine="cluster='local'",
-        )
-
-        def write_calls() -> None:
-            for place, call in zip(submission.places, request.calls, strict=True):
-                _write_call(place, request, call, limit)
-
-        clock = SystemClock()
-        client = submission_client(submission, request.env, clock, logger.warning)
-        number = submit_job(
-            submission, client, clock=clock, env=request.env, log=logger.warning, fill=write_calls
-        ).number
-    ids = [f"{number}_{task}" for task in job.tasks] or [number]
-    return [(one, place.root) for one, place in zip(ids, submission.places, strict=True)]
-
-
-def _calling(spec: RunSpec, request: Request) -> RunSpec:
-    """A run whose workers call a function.
-
-    An interpreter that starts would die of a notice: until the worker can hear it, the signal is ignored, and then the
-    worker looks whether one has come.
-    """
-    words = shlex.split(request.python)
-    if not words:
-        raise UsageError(f"python={request.python!r}: give the interpreter's path, or the command that starts it")
-    args = ("-c", _IGNORING_NOTICE, "worker", *words, *worker_arguments(WORKER_MODULE))
-    host = {"python": words[0]} if len(words) == 1 else {}
-    entrypoint = Entrypoint(kind=EntryKind.COMMAND, target="/bin/sh", args=args, **host)
-    return replace(spec, entrypoint=entrypoint, preemption_signal="SIGUSR2")
-
-
-def _write_call(paths: RunPaths, request: Request, call: Call, limit: int) -> None:
-    terms = replace(request.terms, name=function_name(call.function), timeout_min=limit / 60)
-    size = write_call(call_file(paths), call, terms)
-    if size > request.largest:
-        raise RuntimeError(
-            f"the function {terms.name} and its arguments take {size / 1e9:.2f} GB, and this submission may "
-            f"take {request.largest / 1e9:.2f} GB for each; write what is large to a file, or raise max_pickle_size_gb"
-        )
 
 
 class ElasticDebugJob(DebugJob):  # type: ignore[misc]
@@ -178,7 +58,6 @@ class ElasticDebugJob(DebugJob):  # type: ignore[misc]
         self.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"))
 
     def report(self) -> str:
-        """Always empty."""
         return ""
 
 
@@ -207,7 +86,7 @@ class ParameterNames(frozenset[str]):
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
-        raise parameters.unknown(str(name))
+        raise names.unknown(str(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(name for name in super().__iter__() if name not in _OF_OTHERS))
@@ -281,7 +160,6 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
 
     @property
     def cluster(self) -> str:
-        """``slurm``, ``local`` or ``debug``."""
         asked: str = self.parameters.get("cluster", "auto")
         if asked == "auto":
             asked = self._parsed(self.parameters, "any").get("cluster") or "auto"
@@ -299,40 +177,127 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         if cluster == "debug":
             return [ElasticDebugJob(self.folder, delayed) for delayed in delayed_submissions]
         calls = [_call(delayed) for delayed in delayed_submissions]
-        many = len(calls)
-        if cluster == "local":
-            placed = submit_here([self._request((call,), many=many) for call in calls])
-        else:
-            parallelism = self.parameters.get("array_parallelism", names.DEFAULT_PARALLELISM)
-            placed = submit_to_slurm(self._request(tuple(calls), many=many), parallelism=parallelism)
+        placed = self._start_here(calls) if cluster == "local" else self._submit_to_slurm(calls)
         jobs: list[Job[Any]] = [ElasticJob(self.folder, job_id, run_dir=run_dir) for job_id, run_dir in placed]
         for job in jobs:
             job.paths.remember()
         return jobs
 
-    def _request(self, calls: tuple[Call, ...], *, many: int) -> Request:
+    @property
+    def _runs_dir(self) -> Path:
+        return Path(os.path.abspath(JobPaths.get_first_id_independent_folder(self.folder)))
+
+    @property
+    def _lines(self) -> ScriptLines:
+        setup, teardown = (tuple(self.parameters.get(key, ())) for key in ("setup", "teardown"))
+        return ScriptLines(setup=setup, teardown=teardown)
+
+    def _options(self, *calls: Call) -> list[Parsed]:
+        """Each call's options. Logs what configuration files decide."""
+        given = {"max_num_timeout": self.max_num_timeout, **self.parameters}
+        found = [self._parsed(given, function_name(call.function)) for call in calls]
+        for line in dict.fromkeys(line for parsed in found for line in parsed.executed):
+            logger.warning("%s", line)
+        return found
+
+    def _start_here(self, calls: Sequence[Call]) -> list[tuple[str, Path]]:
+        """Start a run of each call. Returns their ids and directories. An invalid value (UsageError) starts none."""
+        prepared = []
+        for parsed in self._options(*calls):
+            with explaining(parsed):
+                nodes = job_options.asked_nodes(parsed)
+                limit = check_time_option(parsed.get("time") or "", option=parsed.source("time", "time =")) or 0
+                grace = job_options.notice_seconds(parsed)
+                if limit:
+                    grace = max(1, min(grace, limit // 4))
+                cwd = run_request.working_directory(parsed, os.environ)
+                spec = run_request.build_spec(
+                    parsed, cluster="local", nodes=nodes, cwd=cwd, env=os.environ, grace=grace
+                )
+            prepared.append((self._calling(spec, parsed), limit))
+        return [
+            self._start(call, spec, limit, many=len(calls)) for call, (spec, limit) in zip(calls, prepared, strict=True)
+        ]
+
+    def _start(self, call: Call, spec: RunSpec, limit: int, *, many: int) -> tuple[str, Path]:
+        run = create_run(spec, self._runs_dir)
+        try:
+            self._write_call(run.paths, call, limit, many=many)
+            local_process.start(
+                run.paths,
+                limit=float(limit),
+                delay=float(spec.signal_grace),
+                lines=self._lines,
+                env=os.environ,
+                cwd=spec.cwd,
+            )
+        except BaseException:
+            run.discard()
+            raise
+        return run.paths.run_id, run.paths.root
+
+    def _submit_to_slurm(self, calls: Sequence[Call]) -> list[tuple[str, Path]]:
+        """Submit one call as a job, several as an array of one run each. Returns the jobs' ids and run directories.
+
+        Raises UsageError, SlurmError: not submitted; nothing is left.
+        """
+        (parsed,), count = self._options(calls[0]), len(calls)
+        at_once = min(count, self.parameters.get("array_parallelism", names.DEFAULT_PARALLELISM))
+        with explaining(parsed):
+            job = slurm_job(parsed, os.environ, array=f"0-{count - 1}%{at_once}" if count > 1 else "")
+            limit = check_time_option(job.options.time or "") or 0
+            submission = Submission(
+                job=replace(job, spec=self._calling(job.spec, parsed)),
+                runs_dir=self._runs_dir,
+                lines=self._lines,
+                another_folder="give the executor a shared one (or allow_local_runs_dir=True where they can)",
+                this_machine="cluster='local'",
+            )
+
+            def write_calls() -> None:
+                for place, call in zip(submission.places, calls, strict=True):
+                    self._write_call(place, call, limit, many=count)
+
+            clock = SystemClock()
+            client = submission_client(submission, os.environ, clock, logger.warning)
+            number = submit_job(
+                submission, client, clock=clock, env=os.environ, log=logger.warning, fill=write_calls
+            ).number
+        ids = [f"{number}_{task}" for task in job.tasks] or [number]
+        return [(one, place.root) for one, place in zip(ids, submission.places, strict=True)]
+
+    def _calling(self, spec: RunSpec, parsed: Parsed) -> RunSpec:
+        """A run whose workers call a function.
+
+        An interpreter that starts would die of a notice: until the worker can hear it, the signal is ignored, and then
+        the worker looks whether one has come.
+        """
+        python = self.python or parsed.get("python") or sys.executable
+        words = shlex.split(python)
+        if not words:
+            raise UsageError(f"python={python!r}: give the interpreter's path, or the command that starts it")
+        args = ("-c", _IGNORING_NOTICE, "worker", *words, *worker_arguments(WORKER_MODULE))
+        host = {"python": words[0]} if len(words) == 1 else {}
+        entrypoint = Entrypoint(kind=EntryKind.COMMAND, target="/bin/sh", args=args, **host)
+        return replace(spec, entrypoint=entrypoint, preemption_signal="SIGUSR2")
+
+    def _write_call(self, paths: RunPaths, call: Call, limit: int, *, many: int) -> None:
         """`many`: the number of calls that share a submission's size limit."""
-        name = function_name(calls[0].function)
         terms = CallTerms(
-            name=name,
+            name=function_name(call.function),
             folder=str(self.folder),
+            timeout_min=limit / 60,
             timeouts_left=self.max_num_timeout,
             stderr_to_stdout=bool(self.parameters.get("stderr_to_stdout", False)),
             exceptions_are_final=self.parameters.get("restart_on", "all") != "all",
             sys_path=own_sys_path(),
         )
-        parameters = {"max_num_timeout": self.max_num_timeout, **self.parameters}
-        parsed = self._parsed(parameters, name)
-        return Request(
-            calls=calls,
-            terms=terms,
-            parsed=parsed,
-            lines=names.script_lines(parameters),
-            runs_dir=Path(os.path.abspath(JobPaths.get_first_id_independent_folder(self.folder))),
-            python=self.python or parsed.get("python") or sys.executable,
-            largest=int(self.max_pickle_size_gb * (1 << 30) / many),
-            env=os.environ,
-        )
+        size, largest = write_call(paths.call_pickle, call, terms), int(self.max_pickle_size_gb * (1 << 30) / many)
+        if size > largest:
+            raise RuntimeError(
+                f"the function {terms.name} and its arguments take {size / 1e9:.2f} GB, and this submission may "
+                f"take {largest / 1e9:.2f} GB for each; write what is large to a file, or raise max_pickle_size_gb"
+            )
 
 
 def _call(delayed: DelayedSubmission) -> Call:

@@ -26,7 +26,7 @@ from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.submission import local_process, outcome
-from hpc_elastic.submission.call import UnreadableObjectError, call_file, read_call, read_terms
+from hpc_elastic.submission.call import UnreadableObjectError, read_call, read_terms
 from hpc_elastic.submission.environment import ElasticJobPaths
 from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
 
@@ -53,7 +53,6 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
         """Job → number of Slurm's answers about it."""
 
     def update(self) -> None:
-        """Ask for every job that is not known to have ended."""
         wanted = {job: JobId(*job.split(";")) for job in sorted(self._registered - self._finished)}
         if not wanted:
             return
@@ -69,11 +68,9 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
                 self._finished.add(name)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """Slurm's state of it; `FORGOTTEN`: it has none."""
         return str(self.get_info(job_id, mode=mode).get("State") or FORGOTTEN)
 
     def answers_about(self, job_id: str) -> int:
-        """Number of Slurm's answers, unknown jobs included. A look that failed is no answer."""
         return self._asked_about.get(job_id, 0)
 
     def look_again_at(self, job_id: str) -> None:
@@ -187,7 +184,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def submission(self) -> DelayedSubmission:
         """The submitted call, with `function`, `args` and `kwargs`."""
-        call = read_call(call_file(self._run))
+        call = read_call(self._run.call_pickle)
         return DelayedSubmission(call.function, *call.args, **call.kwargs)
 
     # -- what becomes of it -----------------------------------------------------------------------------------------
@@ -243,7 +240,6 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return False
 
     def _is_over_elsewhere(self, *, force: bool) -> bool:
-        """Whether Slurm (or the launcher's absence) says that nothing will come any more."""
         if self.cluster != "slurm":
             return not local_process.lives(self._run)
         job_id = self._watched
@@ -329,7 +325,6 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return error
 
     def _awaited_report(self) -> str:
-        """Wait for the report, which is written just after the end is."""
         deadline = time.monotonic() + (_REPORT_SECONDS if self._run.begun_attempts() else 0.0)
         while not (text := outcome.report_text(self._run)) and time.monotonic() < deadline:
             if self.cluster != "slurm" and not local_process.lives(self._run):
@@ -349,7 +344,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def stderr(self) -> str | None:
         """The ranks' standard error; None where that goes to stdout."""
         try:
-            if read_terms(call_file(self._run)).stderr_to_stdout:
+            if read_terms(self._run.call_pickle).stderr_to_stdout:
                 return None
         except UnreadableObjectError:
             pass  # not begun yet, or removed

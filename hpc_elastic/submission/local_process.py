@@ -20,7 +20,7 @@ from hpc_elastic.base.host_facts import command_line
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.submission.call import is_timed_out, launcher_file
+from hpc_elastic.submission.call import is_timed_out
 from hpc_elastic.workers import tree
 
 _MODULE = "hpc_elastic.submission.local_process"
@@ -47,14 +47,14 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
     _children[process.pid] = process
     proc = tree.look_at(process.pid)
     write_json(
-        launcher_file(paths),
+        paths.launcher_json,
         {"pid": process.pid, "starttime": proc.starttime if proc else 0, "host": os.uname().nodename},
     )
 
 
 def lives(paths: RunPaths) -> bool:
     """Whether the run's launcher is there. Always for one on another machine, where that is unknown."""
-    facts = read_json(launcher_file(paths))
+    facts = read_json(paths.launcher_json)
     if isinstance(facts, str):
         return False
     if facts.get("host") != os.uname().nodename:
@@ -68,7 +68,7 @@ def lives(paths: RunPaths) -> bool:
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:
     """Signal the launcher (and its shell, if any); False: it is not there."""
-    facts = read_json(launcher_file(paths))
+    facts = read_json(paths.launcher_json)
     if isinstance(facts, str) or facts.get("host") != os.uname().nodename:
         return False
     proc = _launcher(paths, facts)
@@ -114,7 +114,6 @@ class _TimeLimit(threading.Thread):
         """The newest one, if any."""
 
     def is_near(self) -> bool:
-        """Whether a notice of now means that the attempt is out of time, and is no ``hpc-elastic requeue``."""
         asked = [attempt.requeue_asked for attempt in self._attempts]
         if any(read_each(asked, Path.exists, patience=_LOOK_SECONDS).values()):
             return False

@@ -21,27 +21,19 @@ from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission.call import (
     UnreadableObjectError,
-    exception_file,
     newest_round,
     ranks,
     read_head,
     read_object,
-    result_file,
     rounds,
 )
 
 
-class _FactsError(Exception):
+class _CausedError(HpcElasticError):
     """submitit's errors take a text; these take facts, and pickle with them and with their cause."""
 
-    template = "{message}"
-
-    def __init__(self, **facts: Any) -> None:
-        self.facts = facts
-        super().__init__(self.template.format(**facts))
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.facts, getattr(self, "__cause__", None))
+        return _rebuild, (type(self), self.facts, self.__cause__)
 
 
 def _rebuild(error_type: Any, facts: dict[str, Any], cause: BaseException | None) -> Any:
@@ -50,13 +42,13 @@ def _rebuild(error_type: Any, facts: dict[str, Any], cause: BaseException | None
     return error
 
 
-class ElasticJobFailedError(_FactsError, FailedJobError):  # type: ignore[misc]
+class ElasticJobFailedError(_CausedError, FailedJobError):  # type: ignore[misc]
     """The job's function failed: the text is the report's verdict, the cause the function's exception, if any."""
 
     template = "job {job_id} failed\n{report}"
 
 
-class ElasticJobUncompletedError(_FactsError, UncompletedJobError):  # type: ignore[misc]
+class ElasticJobUncompletedError(_CausedError, UncompletedJobError):  # type: ignore[misc]
     """The job ended without a result: cancelled, out of time, never begun."""
 
     template = "job {job_id} has no result: {why}\n{report}"
@@ -86,8 +78,6 @@ _LONGEST_REPORT = 64 << 10
 
 
 class FunctionEnd(Struct, frozen=True, kw_only=True):
-    """The run's end, once and for all."""
-
     outcome: str
     reason: str
     is_out_of_time: bool = False
@@ -99,7 +89,6 @@ class FunctionEnd(Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> str:
-        """Slurm's name of the state."""
         if self.outcome == Outcome.PREEMPTED.value and self.is_out_of_time:
             return _STATES[Outcome.TIMED_OUT.value]
         return _STATES.get(self.outcome, "FAILED")
@@ -135,7 +124,7 @@ def read_result(paths: RunPaths, rank: int) -> Any:
     place = newest_round(paths)
     if place is None:
         raise UnreadableObjectError(path=str(paths.root), why="no worker has begun", errno=errno.ENOENT)
-    path = result_file(place.rank_dir(rank))
+    path = place.rank(rank).result_pickle
     try:
         return read_object(path)
     except UnreadableObjectError as error:
@@ -155,7 +144,7 @@ def results_count(paths: RunPaths) -> int | None:
     if place is None:
         return None
     try:
-        return int(read_head(result_file(place.rank_dir(0)))["world_size"])
+        return int(read_head(place.rank(0).result_pickle)["world_size"])
     except (UnreadableObjectError, KeyError, TypeError, ValueError):
         return None
 
@@ -189,12 +178,12 @@ def _exception_files(paths: RunPaths) -> Iterator[Path]:
     failure = verdict.get("failure") or {}
     try:
         attempt, number, rank = int(verdict["attempt"]), int(verdict["round"]), int(failure["global_rank"])
-        yield exception_file(paths.attempt(attempt).rank(number, rank).root)
+        yield paths.attempt(attempt).rank(number, rank).exception_pickle
     except (KeyError, TypeError, ValueError):
         pass  # it is about a node, say
     place = newest_round(paths)
     if place is not None:
-        written = [exception_file(place.rank_dir(rank)) for rank in ranks(place.attempt.round_dir(place.round))]
+        written = [place.rank(rank).exception_pickle for rank in ranks(place.attempt.round_dir(place.round))]
         yield from sorted(filter(Path.exists, written), key=lambda path: path.stat().st_mtime_ns)
 
 

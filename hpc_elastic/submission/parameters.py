@@ -15,7 +15,6 @@ from hpc_elastic.options.hook_options import current_directory
 from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS
-from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.options.table import Option, Parsed, nearest, texts_of
 from hpc_elastic.options.worker_options import removal
 
@@ -68,7 +67,6 @@ class UnknownParameterError(UsageError, ValueError, NameError, TypeError):
 
 
 def unknown(name: str) -> UnknownParameterError:
-    """The error for a name, with the nearest known one."""
     if (why := removal(name)) is not None:
         return UnknownParameterError(f"{name} {why}")
     found = nearest(name, {known.replace("_", "-") for known in NAMES})
@@ -142,7 +140,6 @@ def parsed_options(parameters: Mapping[str, Any], *, job_name: str, env: Mapping
 
 
 def _options(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
-    """The parameter's name, its option, and the value for that."""
     tasks = found.get("ntasks_per_node", 1)
     per_task = max(1, tasks) if isinstance(tasks, int) else 1
     for name, value in found.items():
@@ -233,8 +230,3 @@ def _memory(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise UsageError(f"mem_gb={value!r}: give gigabytes, as a number")
     return f"{int(value)}G" if value == int(value) else f"{int(value * 1024)}M"
-
-
-def script_lines(parameters: Mapping[str, Any]) -> ScriptLines:
-    """The lines of ``setup`` and ``teardown`` around the run in the batch script."""
-    return ScriptLines(setup=tuple(parameters.get("setup", ())), teardown=tuple(parameters.get("teardown", ())))

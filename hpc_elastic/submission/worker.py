@@ -35,17 +35,12 @@ from hpc_elastic.submission.call import (
     CallTerms,
     UnreadableObjectError,
     WorkerPlace,
-    call_file,
-    checkpoint_dir,
-    checkpoint_file,
-    exception_file,
     is_timed_out,
     ranks,
     read_call,
     read_head,
     read_object,
     read_terms,
-    result_file,
     submitit_variables,
     write_object,
 )
@@ -61,8 +56,6 @@ class JobNotRequeuedError(HpcElasticError):
 
 
 class PreemptionAction(Enum):
-    """A worker's reaction to the notice that its job is about to end."""
-
     GO_ON = "go on"
     """The function asks for notices itself, and saves at the step that is agreed on."""
     SAVE = "save"
@@ -121,9 +114,9 @@ def next_call(call: Call) -> Call | None:
 
 
 def save_state(attempt: AttemptPaths, call: Call, *, rank: int, world_size: int, timeouts_left: int) -> None:
-    make_private_dir(checkpoint_dir(attempt))
+    make_private_dir(attempt.checkpoint)
     head = {"rank": rank, "world_size": world_size, "timeouts_left": timeouts_left}
-    write_object(checkpoint_file(attempt, rank), head, (call.function, call.args, dict(call.kwargs)))
+    write_object(attempt.rank_checkpoint(rank), head, (call.function, call.args, dict(call.kwargs)))
 
 
 class SavedState(Struct, frozen=True, kw_only=True):
@@ -142,15 +135,15 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
         if attempt.number >= before:
             continue
         # By name: a thousand ranks must not each open a thousand.
-        written = ranks(checkpoint_dir(attempt))
+        written = ranks(attempt.checkpoint)
         try:
-            head = read_head(checkpoint_file(attempt, 0))
+            head = read_head(attempt.rank_checkpoint(0))
             world_size, left = int(head["world_size"]), int(head["timeouts_left"])
         except (UnreadableObjectError, KeyError):
             continue  # none was asked for
         if written != list(range(world_size)):
             continue  # some rank was not quick enough: the set before it counts
-        path = checkpoint_file(attempt, rank if rank < world_size else 0)
+        path = attempt.rank_checkpoint(rank if rank < world_size else 0)
         function, args, kwargs = read_object(path)
         return SavedState(call=Call(function, args, kwargs), timeouts_left=left, attempt=attempt, path=path)
     return None
@@ -160,7 +153,7 @@ def forget_states(paths: RunPaths, *, rank: int, before: AttemptPaths) -> None:
     """Remove this rank's states before the one that it goes on from: states may be large."""
     for attempt in paths.begun_attempts():
         if attempt.number < before.number:
-            checkpoint_file(attempt, rank).unlink(missing_ok=True)
+            attempt.rank_checkpoint(rank).unlink(missing_ok=True)
 
 
 NOTICE_SIGNAL = signal.SIGUSR2
@@ -182,7 +175,7 @@ class _Worker:
         self._place = place
         self._paths = RunPaths(place.run_dir)
         self._attempt = self._paths.attempt(place.attempt)
-        self._rank_dir = self._attempt.rank(place.round, place.rank).root
+        self._rank = self._attempt.rank(place.round, place.rank)
         self._call: Call | None = None
         self._terms: CallTerms | None = None
         self._handled = False
@@ -207,7 +200,7 @@ class _Worker:
         if signal.signal(NOTICE_SIGNAL, signal.SIG_IGN) == self._on_notice and not self._handled:
             heartbeat.reporter.all_steps_done()
         try:
-            write_object(result_file(self._rank_dir), self._head(), value)
+            write_object(self._rank.result_pickle, self._head(), value)
         except Exception as error:
             problem = TypeError(f"the return value, a {type(value).__name__}, can't be handed back: {error}")
             problem.__cause__ = error
@@ -216,7 +209,7 @@ class _Worker:
         return 0
 
     def _prepare(self) -> None:
-        path = call_file(self._paths)
+        path = self._paths.call_pickle
         terms = read_terms(path)
         self._terms = terms
         if terms.stderr_to_stdout:
@@ -283,7 +276,6 @@ class _Worker:
             return time.monotonic() - _STARTED
 
     def _fail(self, error: BaseException, code: int) -> int:
-        """Leave the exception for the submitting program, and the report."""
         error.__traceback__ = _of_the_user(error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         sys.stderr.write(text)
@@ -291,7 +283,7 @@ class _Worker:
         ErrorHandler().record_exception(error)
         head = {**self._head(), "type": type(error).__qualname__, "message": _text_of(error), "traceback": text}
         try:
-            write_object(exception_file(self._rank_dir), head, _portable(error))
+            write_object(self._rank.exception_pickle, head, _portable(error))
         except OSError as problem:
             sys.stderr.write(f"the exception can't be handed back: {problem}\n")
         return int(code)
@@ -302,7 +294,6 @@ _NOT_OF_THE_USER = (__file__, call_module.__file__, runpy.run_path.__code__.co_f
 
 
 def _of_the_user(trace: Any) -> Any:
-    """A traceback without our own frames at its beginning."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in _NOT_OF_THE_USER:
         inner = inner.tb_next
@@ -317,7 +308,6 @@ def _text_of(error: BaseException) -> str:
 
 
 def _portable(error: BaseException) -> BaseException | None:
-    """The exception, if a copy of it can be made elsewhere."""
     import cloudpickle
 
     try:

@@ -18,7 +18,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.launch.site import AgentEnd
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
-from hpc_elastic.launch.slurm_site import slurm_site
+from hpc_elastic.launch.slurm_site import SlurmSite, own_script
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from tests.rigs.captures import DATA, VERSIONS
@@ -537,7 +537,7 @@ def test_an_interpreter_whose_path_holds_an_equals_sign(
     entrypoint = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
     spec = make_spec(run_id="r", entrypoint=entrypoint)
     attempt = make_attempt(number=3)
-    site = slurm_site(env, SystemClock(), umask=0o22, paths=RunPaths(tmp_path))
+    site = SlurmSite(env, clock=SystemClock(), umask=0o22, script=own_script(RunPaths(tmp_path)))
     launcher = site.launcher(spec, RunPaths(tmp_path), attempt)
     launcher.launch()
     ended(launcher, 1)

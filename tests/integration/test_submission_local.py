@@ -23,7 +23,6 @@ from hpc_elastic.submission import (
     ElasticJobUncompletedError,
     Module,
     Script,
-    call,
     local_process,
 )
 from hpc_elastic.submission.outcome import WorkerRaisedError
@@ -254,7 +253,7 @@ def test_the_launcher_that_a_copied_run_names_is_not_believed(tmp_path: Path) ->
                 {"pid": -1, "starttime": 0},
                 {},
             ):
-                write_json(call.launcher_file(paths), {"host": os.uname().nodename, **facts})
+                write_json(paths.launcher_json, {"host": os.uname().nodename, **facts})
                 assert not local_process.lives(paths)
                 assert not local_process.send(paths, signal.SIGTERM)
             assert bystander.poll() is None
@@ -279,7 +278,7 @@ def test_a_signal_goes_past_the_shell_to_the_launcher(tmp_path: Path) -> None:
             proc = tree.look_at(shell.pid)
             assert proc is not None
             facts = {"pid": proc.pid, "starttime": proc.starttime, "host": os.uname().nodename}
-            write_json(call.launcher_file(paths), facts)
+            write_json(paths.launcher_json, facts)
             assert local_process.lives(paths)
             assert local_process.send(paths, signal.SIGTERM)
             assert shell.stdout.readline() == f"the launcher ended: {128 + signal.SIGTERM}\n"

@@ -24,7 +24,6 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import parse_dependents, parse_show_job, parse_squeue
 from hpc_elastic.submission import local_process
-from hpc_elastic.submission.call import launcher_file
 from hpc_elastic.workers import tree
 from tests.unit.launch.test_launch_run_status import RUN_ID, Run
 
@@ -153,7 +152,7 @@ def test_a_launcher_that_is_none_gets_no_signal(
     monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
     paths = RunPaths(tmp_path)
     good = {"pid": os.getpid(), "starttime": 1, "host": os.uname().nodename}
-    write_json(launcher_file(paths), {**good, **facts})
+    write_json(paths.launcher_json, {**good, **facts})
     assert not local_process.send(paths, signal.SIGTERM)
     assert not local_process.lives(paths)
     assert sent == []
@@ -175,7 +174,7 @@ def test_another_process_of_the_users_gets_no_signal_for_a_launcher(tmp_path: Pa
                 proc = tree.look_at(process.pid)
                 assert proc is not None
                 facts = {"pid": proc.pid, "starttime": proc.starttime, "host": os.uname().nodename}
-                write_json(launcher_file(paths), facts)
+                write_json(paths.launcher_json, facts)
                 assert local_process.lives(paths) is is_ours
                 assert local_process.send(paths, signal.SIGTERM) is is_ours
                 if is_ours:

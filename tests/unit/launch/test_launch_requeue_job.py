@@ -21,7 +21,6 @@ from hpc_elastic.launch.requeue_job import (
 )
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
-    InvalidNodeError,
     JobNotPendingError,
     RequeueDisabledError,
     SlurmError,
@@ -260,7 +259,7 @@ def test_the_sigterm_that_a_requeue_brings_is_ignored() -> None:
 
 def test_a_refused_exclusion_still_begins() -> None:
     world = World()
-    world.refusals["exclude_nodes"] = InvalidNodeError(what="excluding", why="Invalid node name specified")
+    world.refusals["exclude_nodes"] = SlurmError(what="excluding", why="Invalid node name specified")
     done = requeuer(world).carry_out(NextAttempt(excluded=("n3",)))
     assert "not without n3: excluding: Invalid node name" in done.summary
     assert world.waived == GONE_SECONDS

@@ -67,7 +67,6 @@ def site(client: Client, *, script: Path | None = SCRIPT, env: dict[str, str] = 
     return SlurmSite(
         env,
         client=client,  # type: ignore[arg-type]
-        hurried=client,  # type: ignore[arg-type]
         clock=FakeClock(),
         umask=0o22,
         script=script,

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.slurm.client import CommandResult, SlurmClient
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmAnswerError, SlurmError, SlurmMissingError, SlurmUnavailableError
+from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
@@ -83,12 +83,12 @@ def test_a_sites_greeting_before_the_id_is_passed_over() -> None:
 
 @pytest.mark.parametrize("answer", ["", "12a", "٣"])
 def test_an_answer_that_is_no_id_is_an_error(answer: str) -> None:
-    with pytest.raises(SlurmAnswerError, match="instead of a job id"):
+    with pytest.raises(SlurmError, match="instead of a job id"):
         answering(answer).submit("/tmp/job.sh")
 
 
 def test_an_empty_answer_about_a_job_is_not_taken_for_no_job() -> None:
-    with pytest.raises(SlurmAnswerError):
+    with pytest.raises(SlurmError):
         answering("").job_state(JOB)
 
 

@@ -34,9 +34,9 @@ def test_an_empty_or_unassigned_list_is_never_excluded() -> None:
 
 
 def test_a_single_agent_again() -> None:
-    assert commands.srun_one_agent("n3", AGENT) == ["srun", "-N1", "-n1", "-w", "n3", *FLAGS, *AGENT]
+    assert commands.srun_agents(1, AGENT, where=["n3"]) == ["srun", "-N1", "-n1", "-w", "n3", *FLAGS, *AGENT]
     with pytest.raises(HostlistError):
-        commands.srun_one_agent("n3;id", AGENT)
+        commands.srun_agents(1, AGENT, where=["n3;id"])
 
 
 def test_what_would_overrule_sruns_flags_is_scrubbed_from_every_recorded_batch_environment() -> None:

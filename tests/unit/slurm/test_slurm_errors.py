@@ -7,8 +7,6 @@ import pickle
 import pytest
 
 from hpc_elastic.slurm.errors import (
-    InvalidNodeError,
-    JobFinishedError,
     JobNotPendingError,
     RequeueDisabledError,
     SlurmError,
@@ -39,9 +37,9 @@ KINDS = {
     "err-scontrol-requeue-other-users-job": SlurmPermissionError,
     "err-scontrol-update-other-users-job": SlurmPermissionError,
     "err-scancel-other-users-job": SlurmPermissionError,
-    "err-scontrol-update-completed-job": JobFinishedError,
-    "scontrol-update-comment-completed-job": JobFinishedError,
-    "err-sbatch-bad-nodelist": InvalidNodeError,
+    "err-scontrol-update-completed-job": SlurmError,
+    "scontrol-update-comment-completed-job": SlurmError,
+    "err-sbatch-bad-nodelist": SlurmError,
     "err-sbatch-bad-partition": SlurmError,
     "err-sbatch-bad-time": SlurmError,
     "err-sbatch-bad-option": SlurmError,

@@ -13,7 +13,7 @@ from submitit.core import job_environment, utils
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission.call import Call, checkpoint_file
+from hpc_elastic.submission.call import Call
 from hpc_elastic.submission.worker import (
     PreemptionAction,
     SavedState,
@@ -168,7 +168,7 @@ def test_what_is_older_than_the_state_in_use_is_removed(paths: RunPaths) -> None
     for attempt in range(3):
         save(paths, attempt, 1, of=1)
     forget_states(paths, rank=0, before=paths.attempt(2))
-    left = [attempt for attempt in range(3) if checkpoint_file(paths.attempt(attempt), 0).exists()]
+    left = [attempt for attempt in range(3) if paths.attempt(attempt).rank_checkpoint(0).exists()]
     assert left == [2]
-    mode = os.stat(checkpoint_file(paths.attempt(2), 0)).st_mode
+    mode = os.stat(paths.attempt(2).rank_checkpoint(0)).st_mode
     assert mode & 0o777 == 0o600

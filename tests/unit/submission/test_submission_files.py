@@ -21,14 +21,12 @@ from hpc_elastic.submission.call import (
     CallTerms,
     RoundPlace,
     UnreadableObjectError,
-    exception_file,
     function_name,
     own_sys_path,
     read_call,
     read_head,
     read_object,
     read_terms,
-    result_file,
     write_call,
     write_object,
 )
@@ -168,7 +166,7 @@ def run(tmp_path: Path) -> RunPaths:
 def make_round(run: RunPaths, attempt: int, number: int, ranks: int) -> RoundPlace:
     place = RoundPlace(attempt=run.attempt(attempt), round=number)
     for rank in range(ranks):
-        place.rank_dir(rank).mkdir(parents=True)
+        place.rank(rank).root.mkdir(parents=True)
     return place
 
 
@@ -194,7 +192,7 @@ def test_results_are_those_of_the_last_round(run: RunPaths) -> None:
     for number in (0, 999, 1000):
         place = make_round(run, 0, number, 2)
         for rank in range(2):
-            write_object(result_file(place.rank_dir(rank)), {}, (number, rank))
+            write_object(place.rank(rank).result_pickle, {}, (number, rank))
     assert [outcome.read_result(run, rank) for rank in range(2)] == [(1000, 0), (1000, 1)]
     assert outcome.world_size(run) == 2
     with pytest.raises(UnreadableObjectError, match="rank 2 ended without returning anything"):
@@ -205,8 +203,8 @@ def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) 
     place = make_round(run, 0, 1, 3)
     for rank in (2, 1):
         head = {"type": "ValueError", "message": str(rank), "traceback": f"line {rank}"}
-        write_object(exception_file(place.rank_dir(rank)), head, ValueError(rank))
-        os.utime(exception_file(place.rank_dir(rank)), ns=(10 - rank, 10 - rank))
+        write_object(place.rank(rank).exception_pickle, head, ValueError(rank))
+        os.utime(place.rank(rank).exception_pickle, ns=(10 - rank, 10 - rank))
     assert outcome.read_exception(run)[1]["message"] == "2", "the first one"  # type: ignore[index]
     verdict = '{"verdict": {"attempt": 0, "round": 1, "failure": {"global_rank": 1}}}'
     run.attempt(0).report_json.write_text(verdict)
@@ -216,7 +214,7 @@ def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) 
 
 
 def test_the_exception_in_a_copied_run_is_text(run: RunPaths) -> None:
-    path = exception_file(make_round(run, 0, 0, 1).rank_dir(0))
+    path = make_round(run, 0, 0, 1).rank(0).exception_pickle
     write_object(path, {"type": "ValueError", "message": "m"}, ValueError("m"))
     path.write_bytes(path.read_bytes().replace(b'"inode": ', b'"inode": 1'))
     found = outcome.read_exception(run)
@@ -228,8 +226,8 @@ def test_output_is_that_of_all_attempts_and_rounds(run: RunPaths) -> None:
     assert outcome.output(run, 0, "stdout") is None
     for attempt, number in ((0, 0), (0, 1), (1, 0)):
         place = make_round(run, attempt, number, 1)
-        (place.rank_dir(0) / "stdout.log").write_text(f"{attempt}.{number}\n")
-    (place.rank_dir(0) / "stdout.log.000").write_text("rotated\n")
+        (place.rank(0).root / "stdout.log").write_text(f"{attempt}.{number}\n")
+    (place.rank(0).root / "stdout.log.000").write_text("rotated\n")
     assert outcome.output(run, 0, "stdout") == "0.0\n0.1\nrotated\n1.0\n"
     assert outcome.output(run, 0, "stderr") is None
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hpc_elastic.run.attempt import StoredResult
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RankPaths, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.submission import job as job_module
-from hpc_elastic.submission.call import exception_file, result_file, write_object
+from hpc_elastic.submission.call import write_object
 from hpc_elastic.submission.job import FORGOTTEN, ElasticJob
 from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError
 from tests.rigs.specs import make_attempt, make_spec
@@ -152,7 +152,7 @@ def ranks_return(job: ElasticJob[Any], *values: Any, world_size: int) -> None:
     for rank, value in enumerate(values):
         folder = RunPaths(job.run_dir).attempt(0).rank(0, rank).root
         folder.mkdir(parents=True)
-        write_object(result_file(folder), {"rank": rank, "world_size": world_size}, value)
+        write_object(RankPaths(folder).result_pickle, {"rank": rank, "world_size": world_size}, value)
 
 
 def test_a_result_that_is_seen_later_than_the_end_is_waited_for(
@@ -166,7 +166,7 @@ def test_a_result_that_is_seen_later_than_the_end_is_waited_for(
     def later(seconds: float) -> None:
         folder = RunPaths(job.run_dir).attempt(0).rank(0, 1).root
         folder.mkdir(parents=True)
-        write_object(result_file(folder), {"rank": 1, "world_size": 2}, "b")
+        write_object(RankPaths(folder).result_pickle, {"rank": 1, "world_size": 2}, "b")
 
     monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=later))
     assert job.results() == ["a", "b"]
@@ -185,7 +185,7 @@ def test_a_failure_without_a_report_tells_what_was_raised(job: ElasticJob[Any]) 
     folder = RunPaths(job.run_dir).attempt(0).rank(0, 0).root
     folder.mkdir(parents=True)
     head = {"type": "ValueError", "message": "no", "traceback": "Traceback …\nValueError: no\n"}
-    write_object(exception_file(folder), head, ValueError("no"))
+    write_object(RankPaths(folder).exception_pickle, head, ValueError("no"))
     error = job.exception()
     assert isinstance(error, ElasticJobFailedError)
     assert "ValueError: no" in str(error)

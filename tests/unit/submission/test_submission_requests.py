@@ -21,7 +21,7 @@ from hpc_elastic.slurm.errors import SubmissionRefusedError, UnknownJobError
 from hpc_elastic.submission import ElasticExecutor
 from hpc_elastic.submission import executor as module
 from hpc_elastic.submission import job as job_module
-from hpc_elastic.submission.call import call_file, read_terms
+from hpc_elastic.submission.call import read_terms
 from tests.rigs.fake_slurm import FakeJob, FakeSlurm
 
 TEMPLATE = "#!/bin/bash\n#SBATCH --qos=mine --time=40\n@SBATCH_LINES@\ntrap '' USR2\nexec @COMMAND@\n"
@@ -122,7 +122,7 @@ def test_options_of_the_command_line_hold_here_too(slurm: FakeSlurm, tmp_path: P
     job = found.submit(operator.add, 1, 2)
     script = (job.run_dir / "job.sbatch").read_text()
     assert "#SBATCH --qos=mine --time=40" in script
-    assert read_terms(call_file(RunPaths(job.run_dir))).timeout_min == 40, "of its own lines"
+    assert read_terms(RunPaths(job.run_dir).call_pickle).timeout_min == 40, "of its own lines"
 
 
 def test_what_a_run_holds(slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_a_run_holds(slurm: FakeSlurm, tmp_path: Path) -> None:
     assert spec["preemption_signal"] == "SIGUSR2"
     assert "--signal=B:USR2@30" in spec["sbatch_args"]
     assert spec["entrypoint"]["target"] == "/bin/sh"
-    assert read_terms(call_file(RunPaths(job.run_dir))).name == "add"
+    assert read_terms(RunPaths(job.run_dir).call_pickle).name == "add"
 
 
 def test_the_removed_launch_names_the_executor() -> None:
