@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hpc_elastic.failures.worker_failure import LOGGED_BEFORE
 from tests.verdicts.case import Case
 
 _VICTIM = re.compile(r"timed out waiting \d+ms for|closed by peer|reset by peer|broken pipe", re.IGNORECASE)
@@ -83,8 +84,9 @@ def _grade(case: Case, verdict: Mapping[str, Any], section: str) -> tuple[Grade,
         return _grade_unknown(case, verdict, section)
     failure, lost = verdict["failure"], verdict["lost_node"]
     if failure is None and lost is None:
-        return Grade.WRONG, "names no rank and no node"
-    if lost is not None:
+        if case.ranks or case.node is not None or not case.says:
+            return Grade.WRONG, "names no rank and no node"
+    elif lost is not None:
         if lost["host"] != case.node:
             return Grade.WRONG, f"names node {lost['host']}, not {_expected(case)}"
     elif case.node is not None and not case.ranks:
@@ -139,7 +141,7 @@ def _unsaid(case: Case, verdict: Mapping[str, Any], section: str) -> str:
     if case.says and not any(_flat(text) in shown for text in case.says):
         return f"does not state {' or '.join(map(repr, case.says))}"
     for text in case.not_says:
-        if _flat(text) in _flat(verdict["summary"]):
+        if _flat(text) in _flat(verdict["summary"].partition(f" ({LOGGED_BEFORE}")[0]):
             return f"states {text!r}"
     for name, value in (("category", case.category), ("retryable", case.retryable)):
         if value is not None and verdict[name] != value:
