@@ -162,7 +162,8 @@ def help_text(*arguments: str, option: str = "--help") -> str:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    return "\n".join(_fitted(line) for line in printed.getvalue().rstrip("\n").splitlines())
+    lines = [line for line in printed.getvalue().rstrip("\n").splitlines() if not line.startswith("  -h, --help")]
+    return "\n".join(_fitted(line) for line in lines)
 
 
 def _fitted(line: str) -> str:
@@ -236,51 +237,6 @@ def diagram(table: Mapping[Enum, Mapping[Enum, Enum]], first: Enum) -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def words_of_members(path: Path, name: str) -> dict[str, str]:
-    """What an enumeration's source says about its members, by member."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    found = {}
-    for statement, after in itertools.pairwise(body):
-        if isinstance(statement, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            found[ast.unparse(statement.targets[0])] = " ".join(str(after.value.value).split())
-    return found
-
-
-def sequence() -> str:
-    """A wrapped call with one fault, as a Mermaid sequence diagram: the table walked along `life.RESTART`."""
-    words = words_of_members(ROOT / "hpc_elastic" / "inprocess" / "life.py", "CallPhase")
-    lines = [
-        "```mermaid",
-        "sequenceDiagram",
-        "    participant F as the rank that fails",
-        "    participant S as the group's store",
-        "    participant O as every other rank",
-    ]
-    phase = life.CallPhase.JOINING
-    for event in life.RESTART:
-        said = words[phase.name].replace("`", "").replace(";", ",").replace(":", ",").rstrip(".")
-        lines.append(f"    Note over F,O: {phase.value} - {said}")
-        if phase in life.BARRIERS:
-            name = life.BARRIERS[phase].replace("_", " ")
-            lines += [
-                f"    F->>S: {name}",
-                f"    O->>S: {name}",
-                f"    S-->>F: {event.value}",
-                f"    S-->>O: {event.value}",
-            ]
-        elif event is life.CallEvent.INTERRUPTED:
-            lines += [
-                "    F->>S: record_interrupted",
-                "    S-->>O: interrupted",
-                "    O->>S: answer",
-                "    F->>S: answer",
-            ]
-        phase = life.next_phase(phase, event)
-    lines.append(f"    Note over F,O: {phase.value}")
-    return "\n".join([*lines, "```", ""])
-
-
 def exit_codes_page() -> str:
     """The exit codes, which are written by hand, and from the tables the signals and the states."""
     page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
@@ -298,8 +254,6 @@ def exit_codes_page() -> str:
             diagram(fork_server_states.TRANSITIONS, ServerState.OFF),
             "### A rank of a wrapped call\n\nA rank that [restarts in its process](../how-to/restart-in-process.md).\n",
             diagram(life.TRANSITIONS, life.CallPhase.JOINING),
-            "A call with one fault, on the ranks that stay:\n",
-            sequence(),
         ]
     )
 

@@ -134,6 +134,8 @@ def _object(module: str, node: ast.ClassDef | Callable_) -> str:
     members = [member for member in node.body if isinstance(member, Callable_)]
     init = next((member for member in members if member.name == "__init__"), None)
     shown = _signature(node.name, init) if init is not None else _fields(node)
+    if module.startswith("hpc_elastic.inprocess."):  # the names and arguments are NVIDIA's, whose manual has them
+        return f"{title}\n```py\n{shown}\n```\n\n{_summary(node)}\n"
     texts = [_text(node)] + ([_text(init, summary=False)] if init is not None and ast.get_docstring(init) else [])
     public = [
         member for member in members

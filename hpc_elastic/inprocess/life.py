@@ -76,23 +76,6 @@ TRANSITIONS: dict[CallPhase, dict[CallEvent, CallPhase]] = {
 }
 
 
-BARRIERS: dict[CallPhase, str] = {
-    CallPhase.JOINING: "initial_barrier",
-    CallPhase.STARTING: "iteration_barrier",
-    CallPhase.COMPLETING: "completion_barrier",
-    CallPhase.TERMINATING: "termination_barrier",
-}
-"""The phases in which all ranks meet, and the method of `hpc_elastic.inprocess.store.StoreMixin` for it."""
-
-RESTART: tuple[CallEvent, ...] = (
-    CallEvent.ALL_CAME, CallEvent.ASSIGNED, CallEvent.ALL_CAME,
-    CallEvent.INTERRUPTED, CallEvent.ABORTED, CallEvent.FINALIZED, CallEvent.HEALTHY,
-    CallEvent.ALL_CAME, CallEvent.DECIDED, CallEvent.ASSIGNED,
-    CallEvent.ALL_CAME, CallEvent.DONE, CallEvent.ALL_COMPLETED,
-)  # fmt: skip
-"""A call with one fault, on every rank that stays: what docs/ draws."""
-
-
 class IllegalEventError(Exception):
     """A phase met an event that the table does not know: a defect of this package."""
 

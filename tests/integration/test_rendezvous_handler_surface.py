@@ -400,7 +400,7 @@ def test_the_docs_tell_the_defaults() -> None:
     ],
 )  # fmt: skip
 def test_whoever_comes_from_etcd_finds_each_word(word: str) -> None:
-    rows = table("For those who come from etcd")
+    rows = table("If you know etcd's")
     there = [row for row in rows if word in row[0]]
     assert there, f"no row says {word}"
     assert all(row[1] for row in there)

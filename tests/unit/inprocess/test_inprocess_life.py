@@ -7,15 +7,12 @@ import pickle
 import pytest
 
 from hpc_elastic.inprocess.life import (
-    BARRIERS,
-    RESTART,
     TRANSITIONS,
     CallEvent,
     CallPhase,
     IllegalEventError,
     next_phase,
 )
-from hpc_elastic.inprocess.store import StoreMixin
 
 pytestmark = pytest.mark.torch
 
@@ -68,16 +65,3 @@ def test_every_other_event_is_refused_and_the_error_pickles() -> None:
                 next_phase(phase, event)
             copy = pickle.loads(pickle.dumps(caught.value))
             assert (copy.phase, copy.event, str(copy)) == (phase, event, str(caught.value))
-
-
-def test_the_restart_that_is_drawn_is_a_whole_call() -> None:
-    assert walk(*RESTART) is CallPhase.RETURNED
-    assert all(callable(getattr(StoreMixin, name)) for name in BARRIERS.values())
-    assert sorted(BARRIERS.values()) == sorted(
-        (
-            StoreMixin.INITIAL_BARRIER,
-            StoreMixin.ITERATION_BARRIER,
-            StoreMixin.COMPLETION_BARRIER,
-            StoreMixin.TERMINATION_BARRIER,
-        )
-    )
