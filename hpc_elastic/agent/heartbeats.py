@@ -34,6 +34,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     pack_notice,
     read_record,
     read_sections,
+    read_spent,
 )
 
 logger = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     redone_seconds: float = 0.0
     sections: tuple[str, ...] | None = ()
     """`None`: too many to know."""
+    spent: Mapping[str, float] = {}
+    """Section → seconds in it so far."""
     asks_for_notices: bool = False
     has_notice: bool = False
     """The script may get it by `should_checkpoint`, by a callback, or by `preemption_notice`."""
@@ -360,6 +363,7 @@ class RoundBeats:
             checkpoint_seconds=record.checkpoint_ns / 1e9,
             redone_seconds=record.redone_ns / 1e9,
             sections=read_sections(raw),
+            spent=read_spent(raw),
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 MIN_CALLS = 8
 """Fewer collectives show no habit."""
@@ -38,6 +38,8 @@ class Arrivals(Struct, frozen=True, kw_only=True):
     """Name and size of each."""
     at: tuple[float, ...]
     """Seconds, of the clock that all ranks of the group are compared on."""
+    took: tuple[float, ...] = ()
+    """Seconds that each ran on the GPU, to the end that all have in common; empty: not known."""
     bound: float = 0.0
     """By how much that clock may be off against the other ranks', seconds."""
 
@@ -48,6 +50,8 @@ class Late(Struct, frozen=True, kw_only=True):
     """By how much it enters after the others, median over `calls`."""
     calls: int
     kind: str
+    on_gpu: bool = False
+    """Its GPU enters late; its process launches them in time."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -75,11 +79,19 @@ def judge(group: Mapping[int, Arrivals]) -> Finding:
     most = max(map(kinds.count, set(kinds)))
     usual = [k for k in range(count) if kinds.count(kinds[k]) * RARE > most]
     kinds = tuple(kinds[k] for k in usual)
-    at = {rank: [one.at[first - one.first + k] for k in usual] for rank, one in group.items()}
+    launched = at = {rank: [one.at[first - one.first + k] for k in usual] for rank, one in group.items()}
+    if all(one.took for one in group.values()):
+        took = {rank: [one.took[first - one.first + k] for k in usual] for rank, one in group.items()}
+        ends = [min(one[k] for one in at.values()) + max(one[k] for one in took.values()) for k in range(len(usual))]
+        at = {rank: [end - one for end, one in zip(ends, took[rank], strict=True)] for rank in took}
     early = [sorted(times)[(len(at) - 1) // 4] for times in zip(*at.values(), strict=True)]
     last = list(map(max, *at.values()))
     period = _period(kinds)
-    awaited = _awaited(period, early, last)
+    if at is launched:
+        awaited = _awaited(period, early, last)
+    else:  # For which of a step's collectives the GPUs waited is not known: the latest one is what it costs at least.
+        places = [list(range(place, len(early), period)) for place in range(period)]
+        awaited = max(places, key=lambda calls: sum(last[k] - early[k] for k in calls) / len(calls))
     late = {rank: [max(0.0, times[k] - early[k]) for k in awaited] for rank, times in at.items()}
     slow = _slow({rank: _by_step(values, awaited, period) for rank, values in late.items()}, group)
     spent = early[-1] - early[0]
@@ -91,6 +103,10 @@ def judge(group: Mapping[int, Arrivals]) -> Finding:
     if share < MIN_SHARE:
         return Finding(calls=count)
     found = (_describe(rank, late[rank], [kinds[k] for k in awaited]) for rank in slow)
+    if at is not launched:
+        first_launch = [min(times) for times in zip(*launched.values(), strict=True)]
+        behind = {rank: median(launched[rank][k] - first_launch[k] for k in awaited) for rank in slow}
+        found = (structs.replace(one, on_gpu=behind[one.rank] < one.seconds / 2) for one in found)
     repeats = len(set(kinds)) <= period
     step = median(later - one for one, later in zip(early, early[period:], strict=False)) if repeats else 0.0
     late_ranks = tuple(sorted(found, key=lambda one: -one.seconds))

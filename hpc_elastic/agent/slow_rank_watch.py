@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from hpc_elastic.run.slow_ranks import (
     GroupArrivals,
     NodeArrivals,
     OnSlowRank,
+    RankSections,
     RunPace,
     SlowRank,
     SlowRanks,
@@ -52,6 +54,8 @@ SECONDS_PER_NODE = 0.25
 """A run of many nodes is looked at less often: one node reads the files of all."""
 MOST_SHARE = 0.001
 """Of a rank's time, for its answers."""
+MOST_BYTES = 1e6 / 60
+"""A second, of the files that one node reads: as each node reckons it by its own file."""
 LEAVE_SECONDS, LOOK_SECONDS = 2.0, 0.05
 """How long a node that may leave at a restart waits for its files, and how often it looks."""
 ANSWER_SECONDS = 3.0
@@ -80,11 +84,13 @@ class SlowRankWatch(Part):
         self._waiting = 0
         """How many nodes waited while the workers ran."""
         self._watched = Watched()
+        self._spent: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._pace = Pace()
         self._slow_run: RunPace | None = None
         self._seconds = 0.0
         """What the dearest answer took of its rank's time."""
-        self._has_written = False
+        self._bytes = 0
+        """Of this node's file; 0: it has not been written."""
         self._holds_until: float | None = None
         """The node joins no round until then: whether it is to leave is being read."""
         self._leaves_because = ""
@@ -96,6 +102,7 @@ class SlowRankWatch(Part):
 
     def on_start(self, workers: LocalWorkers) -> None:
         self._workers, self._step, self._watched, self._pace = workers, _Step.ASK, Watched(), Pace()
+        self._spent = {}
         if workers.layout.group_rank == 0:
             self._files.post(partial(self._load_best, workers))
         self._wait()
@@ -138,7 +145,7 @@ class SlowRankWatch(Part):
             workers.ask_for_arrivals()
             self._step, self.due = _Step.WRITE, now + ANSWER_SECONDS
         elif self._step is _Step.WRITE:
-            self._files.post(partial(self._write, workers, record))
+            self._files.post(partial(self._write, workers, record, self._look_at_sections(now)))
             self._step = _Step.JUDGE if is_judge else _Step.ASK
             if is_judge:
                 self.due = now + ANSWER_SECONDS
@@ -148,6 +155,18 @@ class SlowRankWatch(Part):
             self._files.post(partial(self._judge, workers, record))
             self._step = _Step.ASK
             self._wait()
+
+    def _look_at_sections(self, now: float) -> tuple[RankSections, ...]:
+        before, self._spent = self._spent, {beat.rank: (now, beat.spent) for beat in self._beats()}
+        return tuple(
+            RankSections(
+                rank=rank,
+                seconds=now - before[rank][0],
+                spent={name: seconds - before[rank][1].get(name, 0.0) for name, seconds in spent.items()},
+            )
+            for rank, (_, spent) in self._spent.items()
+            if rank in before
+        )
 
     def _look_at_pace(self, agent: NodeAgent, workers: LocalWorkers) -> None:
         slow = self._watched.slow.values()
@@ -182,40 +201,44 @@ class SlowRankWatch(Part):
     def _wait(self) -> None:
         """Until the next time that is the same on all nodes, by their clocks: what ranks did then is compared."""
         count = len(self._record.members) if self._record is not None else 1
-        least = max(EVERY_SECONDS, count * SECONDS_PER_NODE, self._seconds / MOST_SHARE)
-        every = EVERY_SECONDS * -(-least // EVERY_SECONDS)
+        least = max(count * SECONDS_PER_NODE, self._seconds / MOST_SHARE, count * self._bytes / MOST_BYTES)
+        every = EVERY_SECONDS
+        while every < least:
+            every *= 2  # the times of a node that looks rarely are times of the others, too
         self.due = self._clock.monotonic() + every - self._clock.time_ns() / 1e9 % every
 
     # -- in the files' thread ------------------------------------------------------------------------------------------
 
-    def _write(self, workers: LocalWorkers, record: RoundRecord) -> None:
+    def _write(self, workers: LocalWorkers, record: RoundRecord, sections: tuple[RankSections, ...]) -> None:
         boot_ns = self._clock.time_ns() - uptime_ns(self._clock)
         offset = self._notifier.offset_to(record.leader) if self._notifier is not None else None
         if record.leader == self._uid:
             offset = Offset(offset_ns=0, bound_ns=0)
         groups: list[GroupArrivals] = []
-        for rank, raw in workers.take_arrivals().items():
+        kinds: dict[str, int] = {}
+        answers = workers.take_arrivals()
+        for rank, raw in answers.items():
             try:
                 answer = json.loads(raw)
                 self._seconds = max(self._seconds, float(answer["seconds"]))
-                groups += [_read_group(rank, name, group) for name, group in answer["groups"].items()]
+                groups += [read_group(rank, name, group, kinds) for name, group in answer["groups"].items()]
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 logger.debug("what rank %s wrote of its collectives is not understood: %r", rank, error)
         groups = [group for group in groups if group.entered_us]
-        if not groups:
+        if not groups and (answers or not sections):
             return
-        since = min(group.entered_us[0] for group in groups)
+        since, counted = count_from_first(groups)
         found = NodeArrivals(
             round=workers.round,
             reference=record.leader if offset is not None else "",
             since_ns=since * 1000 - boot_ns - (offset.offset_ns if offset is not None else 0),
             bound_ns=offset.bound_ns if offset is not None else 0,
-            groups=tuple(
-                replace(group, entered_us=tuple(entered - since for entered in group.entered_us)) for group in groups
-            ),
+            kinds=tuple(kinds),
+            groups=counted,
+            sections=() if answers else sections,
         )
-        self._has_written = True
-        save_if_possible(self._path(self._node), found)
+        save_if_possible(path := self._path(self._node), found)
+        self._bytes = path.stat().st_size if path.exists() else 0
 
     def _judge(self, workers: LocalWorkers, record: RoundRecord) -> None:
         nodes = {member.node: codec.load(self._path(member.node), NodeArrivals) for member in record.members}
@@ -281,7 +304,7 @@ class SlowRankWatch(Part):
             self._write_event(_rank_ended(workers, slow, now_ns, recovered=False))
         if slow_run is not None:
             self._write_event(_slow_ended(workers, slow_run, now_ns))
-        if self._has_written:
+        if self._bytes:
             self._path(self._node).unlink(missing_ok=True)
 
     def _path(self, node: int) -> Path:
@@ -297,8 +320,17 @@ def _slow_ended(workers: LocalWorkers, pace: RunPace, now_ns: int) -> RunSlowEnd
     return RunSlowEnded(round=workers.round, pace=pace, seconds=round((now_ns - pace.since_ns) / 1e9, 1))
 
 
-def _read_group(rank: int, name: str, group: Mapping[str, Any]) -> GroupArrivals:
-    """One process group of a rank's answer; its times are not yet counted from `NodeArrivals.since_ns`."""
+def count_from_first(groups: Sequence[GroupArrivals]) -> tuple[int, tuple[GroupArrivals, ...]]:
+    """Returns the first time of all, and the groups with their times as `GroupArrivals` has them."""
+    since = min((group.entered_us[0] for group in groups), default=0)
+    return since, tuple(
+        replace(group, entered_us=tuple(later - one for one, later in pairwise((since, *group.entered_us))))
+        for group in groups
+    )
+
+
+def read_group(rank: int, name: str, group: Mapping[str, Any], kinds: dict[str, int]) -> GroupArrivals:
+    """One process group of a rank's answer, whose kinds of calls are added to `kinds`; its times are absolute."""
     members = [int(member) for member in str(group["members"]).strip("[]").split(",") if member.strip()]
     peers: set[int] = set()
     for transfer in group["transfers"]:
@@ -311,7 +343,7 @@ def _read_group(rank: int, name: str, group: Mapping[str, Any]) -> GroupArrivals
         links=tuple(sorted(peers - {rank})),
         has_transfers=bool(group["transfers"]) and not peers,
         first=group["first"],
-        kinds=tuple(group["kinds"]),
-        calls=tuple(group["calls"]),
+        calls=tuple(kinds.setdefault(group["kinds"][call], len(kinds)) for call in group["calls"]),
         entered_us=tuple(entered // 1000 for entered in group["entered_ns"]),
+        took_us=tuple(group.get("took_us", ())),
     )

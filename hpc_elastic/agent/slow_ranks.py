@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.lateness import Arrivals, Finding, judge
+from hpc_elastic.agent.lateness import MIN_SHARE, Arrivals, Finding, judge, median
+from hpc_elastic.agent.pace import SPREADS
 from hpc_elastic.rendezvous.ranks import whole_segments
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.slow_ranks import NodeArrivals, SlowRank
+from hpc_elastic.run.slow_ranks import NodeArrivals, RankSections, SlowRank
+from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT, SETUP
 
 WINDOWS = 2
 """A rank is slow, and is slow no more, when so many windows in a row show it: the first minutes of a run differ."""
@@ -24,7 +27,10 @@ def find_slow(
     Returns rank → how slow it is, by the group in which that costs most, and the ranks that could be compared. A rank
     that waits for a slow one in a group of theirs is not slow itself, though it is late everywhere else.
     """
-    groups, pipelines = _groups(nodes, round_index), _Pipelines()
+    nodes = {node: found for node, found in nodes.items() if found.round == round_index}
+    if sections := {one.rank: (node, one) for node, found in nodes.items() for one in found.sections}:
+        return _find_in_sections(sections, names), set(sections)
+    groups, pipelines = _groups(nodes), _Pipelines()
     for group in groups.values():
         for rank, links in group.links.items():
             for other in (*links, *(group.ranks if group.has_transfers else ())):
@@ -43,9 +49,28 @@ def find_slow(
                     calls=late.calls,
                     share=finding.share,
                     step=finding.step,
+                    on_gpu=late.on_gpu,
                 )
     compared = {rank for name, finding in findings.items() if finding.calls for rank in groups[name].ranks}
     return slow, compared
+
+
+def _find_in_sections(ranks: Mapping[int, tuple[int, RankSections]], names: Sequence[str]) -> dict[int, SlowRank]:
+    """Compare the sections of which all ranks had some. The one in which all wait for a slow rank is long for most."""
+    slow: dict[int, SlowRank] = {}
+    common = set.intersection(*({name for name, spent in one.spent.items() if spent} for _, one in ranks.values()))
+    for name in sorted(common - {SETUP, CHECKPOINT}):
+        shares = {rank: one.spent[name] / one.seconds for rank, (_, one) in ranks.items()}
+        usual = median(shares.values())
+        least = max(MIN_SHARE, SPREADS * median(abs(share - usual) for share in shares.values()))
+        late = {rank: share - usual for rank, share in shares.items() if share - usual > least}
+        for rank, share in late.items() if len(late) * 2 < len(ranks) else ():
+            if rank not in slow or slow[rank].share < share:
+                node = ranks[rank][0]
+                slow[rank] = SlowRank(
+                    rank=rank, node=node, host=names[node], seconds=60 * share, call=name, calls=0, share=share
+                )
+    return slow
 
 
 class _Group(Struct):
@@ -73,21 +98,21 @@ class _Pipelines:
         return rank
 
 
-def _groups(nodes: Mapping[int, NodeArrivals], round_index: int) -> dict[str, _Group]:
+def _groups(nodes: Mapping[int, NodeArrivals]) -> dict[str, _Group]:
     """Process groups by name and members; the times of all are on one clock, or the group is left out."""
     groups: dict[str, _Group] = {}
-    of_round = {node: found for node, found in nodes.items() if found.round == round_index}
-    references = {found.reference for found in of_round.values() if found.reference}
-    for node, found in of_round.items():
-        if len(of_round) > 1 and (len(references) > 1 or not found.reference):
+    references = {found.reference for found in nodes.values() if found.reference}
+    for node, found in nodes.items():
+        if len(nodes) > 1 and (len(references) > 1 or not found.reference):
             continue
         for one in found.groups:
             group = groups.setdefault(f"{one.group} {one.members}", _Group())
             since = found.since_ns // 1000
             group.ranks[one.rank] = Arrivals(
                 first=one.first,
-                kinds=tuple(one.kinds[at] for at in one.calls),
-                at=tuple((since + entered) / 1e6 for entered in one.entered_us),
+                kinds=tuple(found.kinds[at] for at in one.calls),
+                at=tuple((since + entered) / 1e6 for entered in accumulate(one.entered_us)),
+                took=tuple(took / 1e6 for took in one.took_us),
                 bound=found.bound_ns / 1e9,
             )
             group.nodes[one.rank] = node

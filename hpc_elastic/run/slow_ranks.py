@@ -36,12 +36,21 @@ class GroupArrivals(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """It sends or receives, and to whom is not known: all ranks of the group may be stages of one pipeline."""
     first: int = 0
     """The number of the first collective in its group; the others follow without a gap."""
-    kinds: tuple[str, ...] = ()
-    """Name and size of each kind of call."""
     calls: tuple[int, ...] = ()
-    """The kind of each call, a place in `kinds`."""
+    """The kind of each call, a place in `NodeArrivals.kinds`."""
     entered_us: tuple[int, ...] = ()
-    """Microseconds from `NodeArrivals.since_ns` at which each was entered."""
+    """Microseconds from the one before at which each was entered; the first: from `NodeArrivals.since_ns`."""
+    took_us: tuple[int, ...] = ()
+    """How long each ran on the GPU, which includes the wait for the last rank; empty: not measured."""
+
+
+class RankSections(Struct, frozen=True, kw_only=True):
+    """What the script's sections took of one rank's time since the look before."""
+
+    rank: int
+    seconds: float
+    """Length of that time."""
+    spent: dict[str, float] = {}
 
 
 class NodeArrivals(Struct, frozen=True, kw_only=True):
@@ -53,7 +62,11 @@ class NodeArrivals(Struct, frozen=True, kw_only=True):
     since_ns: int
     bound_ns: int = 0
     """By how much that may be off."""
+    kinds: tuple[str, ...] = ()
+    """Name and size of each kind of call."""
     groups: tuple[GroupArrivals, ...] = ()
+    sections: tuple[RankSections, ...] = ()
+    """Where torch has no recorder."""
 
 
 class SlowRank(Struct, frozen=True, kw_only=True):
@@ -63,20 +76,26 @@ class SlowRank(Struct, frozen=True, kw_only=True):
     node: int
     host: str
     seconds: float
-    """By how much it enters `call` after the others, median."""
+    """By how much it enters `call` after the others, median; or how much longer it is in that section, a minute."""
     call: str
     calls: int
-    """How many collectives that is the median of."""
+    """How many collectives that is the median of; 0: `call` is a section of the script."""
     share: float
     """The share of the run's time that is lost to the slow ranks of its group, 0 to 1."""
     step: float = 0.0
     """Seconds between two collectives of the same place in the step; 0: not known."""
+    on_gpu: bool = False
+    """Its GPU is late; its process launches in time."""
     since_ns: int = 0
     """Wall clock of the node that compared, when it was first seen."""
 
     def __str__(self) -> str:
+        if not self.calls:
+            longer = f"{self.seconds:.1f} s a minute longer in section {self.call} than the others"
+            return f"rank {self.rank} on {self.host} is {longer}: that costs {self.share:.0%} of the time"
         call, late = self.call.partition(" ")[0].rpartition(":")[2], f"{self.seconds * 1e3:.0f} ms"
-        text = f"rank {self.rank} on {self.host} enters each {call} {late} after the others (median of {self.calls})"
+        place = f"{self.host}, by its GPU," if self.on_gpu else self.host
+        text = f"rank {self.rank} on {place} enters each {call} {late} after the others (median of {self.calls})"
         if self.step:
             return f"{text}: a step takes {self.step:.3f} s instead of {self.step * (1 - self.share):.3f} s"
         return f"{text}: that costs {self.share:.0%} of the time"

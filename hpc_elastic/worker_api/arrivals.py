@@ -16,7 +16,8 @@ def read_arrivals(dump: str | bytes) -> dict[str, dict[str, Any]]:
     Returns:
         Process group → ``members``, its ranks as torch writes them; ``transfers``, the names of its sends and receives,
         or ``[""]`` where only their number shows (gloo); ``first``, the number of the first collective; ``kinds``, name
-        and size of each kind of call; ``calls``, the kind of each; and ``entered_ns`` of each, by the wall clock.
+        and size of each kind of call; ``calls``, the kind of each; ``entered_ns`` of each, by the wall clock; and
+        ``took_us`` of each on the GPU, empty where NCCL does not measure it (TORCH_NCCL_ENABLE_TIMING).
     """
     held = json.loads(dump)
     ranks = {str(one["name"]): str(one["ranks"]) for one in held.get("pg_config", {}).values()}
@@ -28,7 +29,7 @@ def read_arrivals(dump: str | bytes) -> dict[str, dict[str, Any]]:
             if len(groups) == MOST_GROUPS:
                 continue
             groups[name] = {"members": ranks.get(name, ""), "transfers": [], "first": -1}
-            groups[name] |= {"kinds": [], "calls": [], "entered_ns": []}
+            groups[name] |= {"kinds": [], "calls": [], "entered_ns": [], "took_us": []}
         group = groups[name]
         if entry["is_p2p"]:
             if call not in group["transfers"]:
@@ -45,9 +46,15 @@ def read_arrivals(dump: str | bytes) -> dict[str, dict[str, Any]]:
         group["first"] = number
         group["calls"].append(group["kinds"].index(kind))
         group["entered_ns"].append(entry["time_created_ns"])
+        group["took_us"].append(round(1000 * entry.get("duration_ms", -1)))
     for name, group in groups.items():
-        group["calls"].reverse()
-        group["entered_ns"].reverse()
+        for values in (group["calls"], group["entered_ns"], group["took_us"]):
+            values.reverse()
+        running = next((n for n, took in enumerate(reversed(group["took_us"])) if took >= 0), 0)
+        for values in (group["calls"], group["entered_ns"], group["took_us"]):
+            del values[len(values) - running :]
+        if any(took < 0 for took in group["took_us"]):
+            group["took_us"] = []
         if not group["transfers"] and len(uncounted.get(name, ())) > 1:
             group["transfers"] = [""]  # gloo records no send or receive, but counts them
     return groups

@@ -28,9 +28,11 @@ from hpc_elastic.worker_api.heartbeat_record import (
     LEASE,
     LOSS,
     MAGIC,
+    MOST_SECTIONS,
     NAME_LIMIT,
     NO_STEP,
     SETUP,
+    SPENT,
     STEP,
     TOTAL,
     VARIABLE,
@@ -203,7 +205,7 @@ class _Reporter:
         self._saved_step = NO_STEP
         self._first_step = self._furthest = NO_STEP
         self._first_ns = self._stepped_ns = self._checkpoint_ns = self._redone_ns = 0
-        self._sections: set[bytes] = set()
+        self._sections: dict[bytes, int] = {}
         self._stepper = 0
         self.asks_for_notices = False
         self._has_notice = False
@@ -300,7 +302,9 @@ class _Reporter:
             self._checkpoint_ns += now - self._last_ns
         if section not in self._sections:
             write_section(self._map, len(self._sections), section)
-            self._sections.add(section)
+            self._sections[section] = min(len(self._sections), MOST_SECTIONS)
+        if self._last_section:
+            self._words[SPENT + self._sections[self._last_section]] += now - self._last_ns
         if step is not None:
             self._step = step
             self._stepper = get_ident()

@@ -34,8 +34,8 @@ STEP = "step"
 CHECKPOINT = "checkpoint"
 """The section whose end is a checkpoint that is complete."""
 NAME_LIMIT = 32
-FILE_BYTES = 1024
-MAGIC = b"hpc-elastic heartbeat 5\n"
+FILE_BYTES = 2048
+MAGIC = b"hpc-elastic heartbeat 6\n"
 NO_STEP = -1
 LAST_STEP = (1 << 63) - 1
 """The largest step. As a checkpoint's: this worker does no step after it."""
@@ -50,7 +50,9 @@ word is when its last look at the newest record began that was past all caches (
 CLOCK_BOOTTIME, nanoseconds."""
 QUESTIONS = "questions"
 """A byte in this pipe beside the file asks the agent for such a look."""
-_SECTIONS_AT, _MOST_SECTIONS = 512, 15
+_SECTIONS_AT, MOST_SECTIONS = 512, 15
+SPENT = 128
+"""The word from which on the nanoseconds in each section stand, in the order of their names."""
 ASKS, HAS_NOTICE, IS_COUNTED = 1, 2, 4
 
 FIELDS = (
@@ -177,17 +179,23 @@ _NOTICE = Cell(448, "qqq")
 
 def write_section(buffer: bytearray | memoryview | object, number: int, section: bytes) -> None:
     """Note the `number`-th section that the worker enters for the first time; of very many the first ones."""
-    if number <= _MOST_SECTIONS:
+    if number <= MOST_SECTIONS:
         start = _SECTIONS_AT + NAME_LIMIT * number
-        name = section if number < _MOST_SECTIONS else b"*"
+        name = section if number < MOST_SECTIONS else b"*"
         buffer[start : start + NAME_LIMIT] = name.ljust(NAME_LIMIT, b"\0")  # type: ignore[index]
 
 
 def read_sections(raw: bytes) -> tuple[str, ...] | None:
     """`None`: too many to know."""
-    ends = range(_SECTIONS_AT, _SECTIONS_AT + NAME_LIMIT * (_MOST_SECTIONS + 1), NAME_LIMIT)
+    ends = range(_SECTIONS_AT, _SECTIONS_AT + NAME_LIMIT * (MOST_SECTIONS + 1), NAME_LIMIT)
     names = [raw[at : at + NAME_LIMIT].rstrip(b"\0").decode("ascii", "replace") for at in ends]
     return None if names[-1] else tuple(filter(None, names))
+
+
+def read_spent(raw: bytes) -> dict[str, float]:
+    """The seconds in each section that the worker has left; empty: too many to know."""
+    nanoseconds = struct.unpack_from(f"={MOST_SECTIONS}q", raw, SPENT * 8) if len(raw) == FILE_BYTES else ()
+    return {name: spent / 1e9 for name, spent in zip(read_sections(raw) or (), nanoseconds, strict=False)}
 
 
 def pack_lease(until_ns: int, looked_ns: int) -> tuple[int, bytes]:

@@ -55,7 +55,7 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path, how: str, sl
     assert sorted({one["rank"] for one in found}) == list(slow)
     for one in found:
         assert one["node"] == one["rank"] // 2
-        assert one["share"] == pytest.approx(share_lost(before, after), rel=0.2)
+        assert one["share"] == pytest.approx(share_lost(before, after), rel=0.2, abs=0.04)
     assert {event["slow"]["rank"] for event in run.events("slow_rank_ended")} == set(slow)
     lines = [line for line in run.report()["lines"] if line["name"] == "slow rank"]
     assert len(lines) == len(slow)

@@ -133,6 +133,25 @@ def test_a_clock_that_may_be_off_by_as_much_shows_nothing() -> None:
     assert judge(train(4, off=0.03, bound=0.04)[0]).late == ()
 
 
+@pytest.mark.parametrize(("is_ahead", "on_gpu"), [(True, True), (False, False)])
+def test_a_gpu_that_is_late_shows_in_how_short_its_collectives_are(is_ahead: bool, on_gpu: bool) -> None:
+    """Its process launches ahead of it: what the GPUs wait for each other is in the time that the collective takes."""
+    group, step = train(8, slow={3: compute})
+    last = {n: max(one.at[n - one.first] for one in group.values()) for n in range(10, 40)}
+    measured = {}
+    for rank, one in group.items():
+        at = {n: one.at[n - one.first] for n in last}
+        launched = tuple(n * step if is_ahead else at[n] for n in last)
+        took = tuple(last[n] - at[n] + 0.002 for n in last)
+        measured[rank] = Arrivals(first=10, kinds=one.kinds[10 - one.first :][: len(last)], at=launched, took=took)
+    found = judge(measured)
+    assert [(late.rank, late.on_gpu) for late in found.late] == [(3, on_gpu)]
+    assert found.late[0].seconds == pytest.approx(0.03, rel=0.1)
+    assert found.share == pytest.approx(0.03 / step, rel=0.2)
+    if is_ahead:
+        assert judge({rank: replace(one, took=()) for rank, one in measured.items()}).late == ()
+
+
 def test_too_little_in_common_shows_nothing() -> None:
     group, _ = train(4, steps=12, slow={1: compute})
     assert judge(group).late

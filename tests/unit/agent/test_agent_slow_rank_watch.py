@@ -33,6 +33,7 @@ class Workers:
         self.clock, self.layout = clock, SimpleNamespace(group_rank=node, first_rank=2 * node, world_size=4)
         self.late: dict[int, int] = {}
         self.cost = 0.02
+        self.groups, self.has_recorder = 1, True
         self.asked = 0
         self.raw: bytes | None = None
 
@@ -41,6 +42,8 @@ class Workers:
 
     def take_arrivals(self) -> dict[int, bytes]:
         first = self.layout.first_rank
+        if not self.has_recorder:
+            return {}
         return {rank: self.raw or self._answer(rank) for rank in (first, first + 1)}
 
     def _answer(self, rank: int) -> bytes:
@@ -48,7 +51,8 @@ class Workers:
         entered = [n * STEP_NS + self.late.get(rank, 0) + n % 7 * 1000 for n in range(last - 60, last)]
         group = {"members": "[0, 1, 2, 3]", "transfers": [], "first": last - 60, "kinds": ["gloo:all_reduce [[9]]"]}
         group |= {"calls": [0] * 60, "entered_ns": entered}
-        return json.dumps({"groups": {"gloo 0": group}, "seconds": self.cost}).encode()
+        groups = {f"gloo {index}": group for index in range(self.groups)}
+        return json.dumps({"groups": groups, "seconds": self.cost}).encode()
 
 
 class Node:
@@ -58,6 +62,7 @@ class Node:
         self.events: list[Any] = []
         self.figures: dict[str, float] = {}
         self.clock, self.steps, self.left = clock, 0.0, ""
+        self.data_share = 0.1
         site: Any = SimpleNamespace(
             me=SimpleNamespace(
                 paths=SimpleNamespace(slow_ranks=folder),
@@ -82,7 +87,9 @@ class Node:
 
     def _beats(self) -> list[Any]:
         beat = {"source": ProgressSource.OPTIMIZER, "step": None, "counted_steps": int(self.steps)}
-        return [SimpleNamespace(stepped_at=self.clock.now, **beat)]
+        first, now = 2 * self.workers.layout.group_rank, self.clock.now
+        spent = [{"step": now, "data": now * (self.data_share if rank == 3 else 0.1)} for rank in (first, first + 1)]
+        return [SimpleNamespace(stepped_at=now, rank=first + n, spent=each, **beat) for n, each in enumerate(spent)]
 
     def look(self) -> None:
         agent: Any = SimpleNamespace(
@@ -177,6 +184,25 @@ def test_an_answer_that_takes_long_is_asked_for_less_often(nodes: list[Node], cl
     run(nodes, clock, 1300)
     assert nodes[0].workers.asked <= 1 + 1300 * 0.001 / 0.2
     assert nodes[1].workers.asked > 40
+
+
+@pytest.mark.parametrize("has_recorder", [False, True])
+def test_sections_count_where_no_worker_answers(nodes: list[Node], clock: FakeClock, has_recorder: bool) -> None:
+    for node in nodes:
+        node.data_share, node.workers.has_recorder = 0.4, has_recorder
+    run(nodes, clock, 4 * EVERY_SECONDS)
+    assert [event.slow.rank for event in nodes[0].events] == ([] if has_recorder else [3])
+
+
+def test_no_node_reads_more_than_a_megabyte_a_minute(clock: FakeClock, tmp_path: Path) -> None:
+    node, minutes, count = Node(clock, tmp_path / "slow", 1, Offset(offset_ns=0, bound_ns=0)), 120, 400
+    node.watch._record.members *= count // 2  # type: ignore[union-attr, operator]
+    for groups in (1, 16):
+        node.workers.groups, node.workers.asked = groups, 0
+        run([node], clock, 60 * minutes)
+        size = (tmp_path / "slow" / "node-00001.json").stat().st_size
+        assert (node.workers.asked - 1) * size * count <= 1e6 * minutes
+    assert node.workers.asked > 3
 
 
 def test_a_clock_that_is_not_known_yet_is_written_as_such(clock: FakeClock, tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.slow_ranks import WINDOWS, Watched, by_node, choose_leaving, find_slow, next_watched
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, SlowRank
+from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, RankSections, SlowRank
 
 STEPS = 40
 STEP_US = 100_000
 LATE_US = 30_000
+KINDS = ("gloo:all_reduce [[1]]",)
 NAMES = [f"n{index}" for index in range(10)]
 
 
@@ -23,14 +24,15 @@ def arrivals(rank: int, *, group: str = "0", late: int = 0, links: tuple[int, ..
         rank=rank,
         group=group,
         links=links,
-        kinds=("gloo:all_reduce [[1]]",),
         calls=(0,) * STEPS,
-        entered_us=tuple(step * STEP_US + late + at + rank * 10 + step % 3 for step in range(STEPS)),
+        entered_us=(late + at + rank * 10, *(STEP_US + step % 3 - (step - 1) % 3 for step in range(1, STEPS))),
     )
 
 
 def node(*groups: GroupArrivals, index: int = 1, reference: str = "a", bound_ns: int = 1000) -> NodeArrivals:
-    return NodeArrivals(round=index, reference=reference, since_ns=10**15, bound_ns=bound_ns, groups=groups)
+    return NodeArrivals(
+        round=index, reference=reference, since_ns=10**15, bound_ns=bound_ns, kinds=KINDS, groups=groups
+    )
 
 
 def find(*nodes: NodeArrivals) -> list[int]:
@@ -168,3 +170,29 @@ def test_nodes_leave_where_enough_are_left(
         moved=facts.get("moved", {}),
     )
     assert found == leaves
+
+
+DATA = {"data": 3.0, "step": 26.0, "checkpoint": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slow"),
+    [
+        ([DATA] * 4, []),
+        ([DATA, DATA, DATA | {"data": 8.0, "step": 21.0}, DATA], [2]),
+        ([DATA | {"checkpoint": 9.0}, DATA, DATA, DATA], []),
+        ([DATA | {"log": 9.0}, DATA, DATA, DATA], []),
+        ([DATA, DATA | {"data": 8.0, "step": 21.0}], []),  # one of two: who waits for whom?
+        ([DATA | {"data": 2.0 + rank} for rank in range(5)], []),
+        ([], []),
+    ],
+)
+def test_sections_are_compared_where_torch_has_no_recorder(ranks: list[dict[str, float]], slow: list[int]) -> None:
+    sections = tuple(RankSections(rank=rank, seconds=30.0, spent=spent) for rank, spent in enumerate(ranks))
+    found, compared = find_slow({0: NodeArrivals(round=1, since_ns=0, sections=sections)}, round_index=1, names=NAMES)
+    assert (sorted(found), compared) == (slow, set(range(len(ranks))))
+    for one in found.values():
+        assert (
+            str(one)
+            == "rank 2 on n0 is 10.0 s a minute longer in section data than the others: that costs 17% of the time"
+        )

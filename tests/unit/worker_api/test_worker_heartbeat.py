@@ -30,6 +30,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     empty_file,
     read_record,
     read_sections,
+    read_spent,
 )
 from tests.rigs.heartbeat_page import write_record
 
@@ -482,6 +483,19 @@ def test_the_page_has_what_the_goodput_needs(page: Path) -> None:
     assert again.redone_ns == again.at_ns - before > 0
     hpc_elastic.heartbeat(step=7)
     assert (said(page).first_step, said(page).redone_ns) == (5, again.redone_ns)
+
+
+def test_the_page_has_the_time_in_each_section(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(0, 10**12, 10**9))
+    monkeypatch.setattr(heartbeat, "clock_gettime_ns", lambda clock: next(times))
+    assert read_spent(page.read_bytes()) == {}
+    for _ in range(2):
+        hpc_elastic.heartbeat()
+        with hpc_elastic.section("data"):
+            hpc_elastic.heartbeat()
+    spent = read_spent(page.read_bytes())
+    assert spent["data"] == 4 * 1.0
+    assert spent["step"] == 3 * 1.0
 
 
 def test_the_page_names_every_section_that_was_entered(page: Path) -> None:
