@@ -17,7 +17,7 @@ file that a person has read, and what is printed of recorded runs: ``pytest test
 anew), slurm (a real one),
 slurm-next (what is marked ``any_release`` on a newer Debian's Slurm: only where ``--tier`` names it;
 HPC_ELASTIC_SLURM_RELEASE may name another release), security (attacks by another user of the same machine; root makes
-two for the while), docs (commands, links, pages in a browser).
+two for the while), docs (commands, links, pages in a browser), packaging (wheel, sdist, recipes).
 
 What the tiers that run need of Debian's packages is named first and installed once, as root; the unit tier needs none.
 Each tier has a time budget for two cores. In CI (``CI=true``) a tier that takes longer is stopped, and the run fails;
@@ -120,6 +120,7 @@ TIERS = (
     ),
     Tier(name="security", folders=("tests/security",), budget=90, packages=_SLURM),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240, packages=chromium.PACKAGES, processes=2),
+    Tier(name="packaging", folders=("tests/packaging",), budget=150),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=1500, packages=_SLURM, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
     Tier(name="verdicts", folders=("tests/verdicts",), budget=2400, optional=True),

@@ -175,7 +175,8 @@ MOST_PATTERNS = 130
 
 
 def test_an_agents_start_compiles_few_patterns() -> None:
-    code = f"import re._compiler as c; n = []; f = c.compile; c.compile = lambda *a: n.append(a) or f(*a)\n{AGENT}\n"
+    compiler = "re._compiler" if sys.version_info >= (3, 11) else "sre_compile"
+    code = f"import {compiler} as c; n = []; f = c.compile; c.compile = lambda *a: n.append(a) or f(*a)\n{AGENT}\n"
     printed = "print(len(n), max(len(pattern) for pattern, *_ in n if isinstance(pattern, str)))"
     result = subprocess.run([sys.executable, "-c", code + printed], capture_output=True, text=True, check=True)
     count, longest = map(int, result.stdout.split())

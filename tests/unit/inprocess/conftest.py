@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)

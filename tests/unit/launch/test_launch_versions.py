@@ -6,9 +6,12 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 from hpc_elastic.launch.run_attempt import _versions
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 
+pytest.importorskip("torch")
 OWN = {"python": ".".join(map(str, sys.version_info[:3])), "torch": version("torch")}
 
 
