@@ -64,6 +64,10 @@ CLI_INTRODUCTION = """\
 Long options are taken with `-` and with `_`. The script, or `--`, ends our options: what follows is the script's own,
 untouched. A variable in brackets, as in `[PET_NNODES]`, gives the value where the option is not there. Wrong usage is
 one line on stderr and exit code 2; the other codes are [here](exit-codes.md).
+
+Commands that take a RUN understand a run id or its beginning, a Slurm job id, and the directory of a run or an attempt.
+Without one, or with `latest`, `report`, `logs` and `status` take the last run of this folder, else of this account.
+`--runs-dir DIR` is the folder of the runs (default: from the configuration, else ./runs).
 """
 
 CONFIGURATION_INTRODUCTION = """\
@@ -163,7 +167,7 @@ def help_text(*arguments: str, option: str = "--help") -> str:
         else:
             os.environ["COLUMNS"] = before
     lines = [line for line in printed.getvalue().rstrip("\n").splitlines() if not line.startswith("  -h, --help")]
-    return "\n".join(_fitted(line) for line in lines)
+    return "\n".join(_fitted(line) for line in lines).replace("\nOptions:\n\n", "\n")
 
 
 def _fitted(line: str) -> str:
@@ -183,6 +187,9 @@ def cli_page() -> str:
             continue
         shown = help_text(name, option="--help-all" if name in ("submit", "run", "agent") else "--help")
         if name != "submit":
+            shown = re.sub(r"\n  --runs-dir DIR +folder of the runs[^)]*\)", "", shown)
+            shown = re.sub(r"\n\n  RUN: run id or.*?(?=\n\n|\Z)", "", shown, flags=re.DOTALL)
+            shown = shown.removesuffix("\nOptions:").rstrip()
             shown = re.sub(r"\n\nLong options are taken .*", "", _without(shown, known), flags=re.DOTALL) + (
                 "\n\nand options of submit." if "Long options are taken" in shown else ""
             )
@@ -349,6 +356,10 @@ def events_table(module: ModuleType) -> str:
             continue
         texts = [(name, words[kind.__name__].get(name, "")) for name in kind.__struct_fields__]
         texts = [(name, text) for name, text in texts if text or name not in COMMON_FIELDS]
+        if name_of(kind) == "worker_failed":
+            texts = [(name, "") for name, _ in texts[:-1]] + [
+                (texts[-1][0], "as in the [error file](json.md#the-error-file)")
+            ]
         fields = ", ".join(f"`{name}`" + (f" ({text})" if text else "") for name, text in texts)
         lines.append(f"| `{name_of(kind)}` | {' '.join(str(kind.__doc__).split())} | {fields} |")
     return "\n".join([*lines, ""])

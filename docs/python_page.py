@@ -99,6 +99,8 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
 )
 """Heading, introduction, and by where it is imported from: the file and the names in it."""
+NAMES_OF_OTHERS = ("hpc_elastic.inprocess.", "hpc_elastic.failures", "hpc_elastic.pytorch")
+"""Their arguments and methods are those of NVIDIA's extension and of torch, whose manuals have them."""
 
 Callable_ = ast.FunctionDef | ast.AsyncFunctionDef
 _GOOGLE = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note):(.*)$")
@@ -134,14 +136,14 @@ def _object(module: str, node: ast.ClassDef | Callable_) -> str:
     members = [member for member in node.body if isinstance(member, Callable_)]
     init = next((member for member in members if member.name == "__init__"), None)
     shown = _signature(node.name, init) if init is not None else _fields(node)
-    if module.startswith("hpc_elastic.inprocess."):  # the names and arguments are NVIDIA's, whose manual has them
+    if module.startswith(NAMES_OF_OTHERS):
         return f"{title}\n```py\n{shown}\n```\n\n{_summary(node)}\n"
     texts = [_text(node)] + ([_text(init, summary=False)] if init is not None and ast.get_docstring(init) else [])
     public = [
         member for member in members
         if not member.name.startswith("_") and ast.get_docstring(member) and not _is_setter(member)
     ]  # fmt: skip
-    rows = [f"- `{_member(member)}`: {_summary(member)}" for member in public]
+    rows = [f"- `{_member(member)}`: {_sentence(member)}" for member in public]
     return "\n".join([f"{title}\n```py\n{shown}\n```\n", *texts, *rows, *([""] if rows else [])])
 
 
@@ -205,6 +207,11 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
     return _source(argument) + (f" = {_source(default)}" if default is not None else "")
 
 
+def _sentence(node: Callable_) -> str:
+    """The first sentence of a docstring."""
+    return re.split(r"(?<=[.)])\s+(?=[A-Z])", _summary(node), maxsplit=1)[0]
+
+
 def _summary(node: ast.ClassDef | Callable_) -> str:
     """A docstring's first paragraph, in one line."""
     return _markdown(" ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split()))
@@ -216,6 +223,7 @@ def _text(node: ast.ClassDef | Callable_, *, summary: bool = True) -> str:
     section: list[str] | None = None
     text = ast.get_docstring(node) or ""
     paragraphs = re.split(r"\n\n(?=\S)", text)
+    paragraphs[0] = re.sub(r"::\n.*", ".", paragraphs[0], flags=re.DOTALL)  # an example is on a how-to page
     kept = [part for part in paragraphs if re.match(r"(?:Args|Attributes):", part)]
     text = "\n\n".join((paragraphs[:1] if summary and paragraphs[0] not in kept else []) + kept)
     if _GOOGLE.match(text.partition("\n")[0]):  # then what follows is not indented
