@@ -28,6 +28,7 @@ from hpc_elastic.agent.nccl_watch import NcclWatch, StallFound, open_call
 from hpc_elastic.agent.part import Condemned, Part, save_if_possible
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
+from hpc_elastic.base.host_facts import kernel_fields
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
@@ -366,18 +367,12 @@ def _counts_of(pid: int, moved: Mapping[int, int], proc: str) -> tuple[float, in
         with open(f"{folder}/stat", "rb") as file:
             words = file.read().rpartition(b")")[2].split()
         for thread in os.listdir(f"{folder}/task")[:_THREADS]:
-            switches += _numbers(
-                f"{folder}/task/{thread}/status", ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
-            )
-        size = _numbers(f"{folder}/io", ("rchar", "wchar", "read_bytes"))
+            status = kernel_fields(f"{folder}/task/{thread}/status")
+            switches += int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
+        moves = kernel_fields(f"{folder}/io")
+        size = sum(int(moves[name]) for name in ("rchar", "wchar", "read_bytes"))
         size += sum(moved.get(inode, 0) for inode in socket_inodes(pid, proc))
         # Its own and that of children which have ended: a script may start many short programs.
         return sum(map(int, words[11:15])) / _TICKS, size, switches
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, LookupError):
         return 0.0, 0, 0
-
-
-def _numbers(path: str, names: Sequence[str]) -> int:
-    with open(path, encoding="ascii", errors="replace") as file:
-        lines = (line.partition(":") for line in file)
-        return sum(int(value) for name, _, value in lines if name in names)

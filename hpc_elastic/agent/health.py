@@ -18,7 +18,7 @@ from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import describe_no_descriptor, is_refusal
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.base.host_facts import available_memory
+from hpc_elastic.base.host_facts import available_memory, kernel_fields, kernel_text
 from hpc_elastic.base.text import size_text
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.health_limits import Check
@@ -366,22 +366,10 @@ def _sync(fd: int) -> None:
 
 
 def _number(path: str) -> int | None:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return int(file.read(64))
-    except (OSError, ValueError):
-        return None  # "max" among them
+    text = kernel_text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" among them
 
 
 def _kept_of_files(path: str, *, is_v2: bool) -> int:
-    wanted = ("inactive_file", "active_file") if is_v2 else ("total_inactive_file", "total_active_file")
-    kept = 0
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            for line in file:
-                key, _, value = line.partition(" ")
-                if key in wanted:
-                    kept += int(value)
-    except (OSError, ValueError):
-        pass
-    return kept
+    kept = kernel_fields(path, " ")
+    return sum(int(kept.get(f"{'' if is_v2 else 'total_'}{name}", "0")) for name in ("inactive_file", "active_file"))

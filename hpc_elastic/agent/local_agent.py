@@ -25,7 +25,7 @@ from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import MetricSink
-from hpc_elastic.agent.part import Condemned, Place
+from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.agent.worker_group import RunResult, WorkerGroup, WorkerSpec
@@ -118,7 +118,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._temporary = log_dir is None
         self.log_dir = Path(tempfile.mkdtemp(prefix="hpc-elastic-") if log_dir is None else log_dir).absolute()
         self._tag = Tag(run_uid=secrets.token_hex(16), node_key="library", agent_uid=secrets.token_hex(4))
-        self._place = Place(attempt=AttemptPaths(self.log_dir), host=socket.gethostname(), node=0)
+        self._host = socket.gethostname()
         self._files = FileExecutor(name="worker files")
         self._timeouts = (
             parse_section_timeouts(section_timeouts, option="section_timeouts")
@@ -136,7 +136,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             raise UsageError("LocalElasticAgent.run must be called from the main thread: workers end with the thread")
         make_private_dir(self.log_dir)
         self._job_log = JobLog(1)
-        host, clock = self._place.host, self._local_clock
+        host, clock = self._host, self._local_clock
         self._pump = LogPump(host=host, clock=clock, job_log=self._job_log, limit=self._log_limit)
         self._watch = HeartbeatWatch(
             folder=open_folder(self._tag.agent_uid + self._tag.run_uid, self._env),
@@ -183,17 +183,20 @@ class LocalElasticAgent(SimpleElasticAgent):
         umask = os.umask(0o077)
         os.umask(umask)
         self._workers = LocalWorkers(
-            self._place,
-            round_index=group.round,
-            layout=group.layout,
+            GroupSite(
+                attempt=AttemptPaths(self.log_dir),
+                host=self._host,
+                node=0,
+                round=group.round,
+                layout=group.layout,
+                clock=self._local_clock,
+                files=self._files,
+                pump=self._pump,
+                watch=self._watch,
+            ),
             inherited=Inherited(umask=umask, core_limit=resource.getrlimit(resource.RLIMIT_CORE), subreaper=True),
-            pump=self._pump,
-            clock=self._local_clock,
             shown=self._shown,
             excluding=self._other_children,
-            files=self._files,
-            is_ending=lambda: False,
-            watch=self._watch,
         )
 
         def environment(local_rank: int, error_file: str) -> dict[str, str]:

@@ -15,14 +15,13 @@ from msgspec.structs import replace
 from hpc_elastic.agent.container import enter_container, exit_of_script
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
-from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.last_look import DelayedStop, Stopper
-from hpc_elastic.agent.part import Condemned, Place
+from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.socket_watch import SocketWatch
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, WorkerSlot
-from hpc_elastic.base.clock import Clock, uptime_ns
-from hpc_elastic.base.file_executor import FileExecutor, is_refusal
+from hpc_elastic.base.clock import uptime_ns
+from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError
@@ -30,12 +29,9 @@ from hpc_elastic.failures.classify import signal_of
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import HeldLock, find_held_locks, remove_locks
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.output.pump import LogPump
-from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.container import Container, Runtime
 from hpc_elastic.run.option_values import Std
-from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.handlers import Inside, acts_on, send_to_handler
 from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pipe_bytes_for, start_worker
@@ -67,35 +63,22 @@ class LocalWorkers:
 
     def __init__(
         self,
-        place: Place,
+        site: GroupSite,
         *,
-        round_index: int,
-        layout: RankLayout,
         inherited: Inherited,
-        pump: LogPump,
-        clock: Clock,
         shown: Callable[[int, int], Std],
         excluding: Callable[[], AbstractSet[int]],
-        files: FileExecutor,
-        is_ending: Callable[[], bool],
-        watch: HeartbeatWatch,
         fork: ForkWorkers | None = None,
         were_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`excluding` gives the pids that are no workers; once `is_ending`, nothing is waited for any more;
-        `were_ended`: by the guardian, since this agent was stopped."""
-        self.round = round_index
-        self.layout = layout
-        self._place = place
+        """`excluding` gives the pids that are no workers; `were_ended`: by the guardian, since this agent was
+        stopped."""
+        self.round, self.layout, self.paths_of = site.round, site.layout, site.paths_of
+        self._site, self._clock, self._files, self._watch = site, site.clock, site.files, site.watch
         self._inherited = inherited
-        self._pump = pump
-        self._clock = clock
         self._shown = shown
         self._excluding = excluding
-        self._files = files
-        self._is_ending = is_ending
         self._were_ended, self._by_guardian = were_ended, False
-        self._watch = watch
         self._fork = fork or (lambda environments, cpus: [None] * len(environments))
         self._slots: list[WorkerSlot] = []
         self._replaced: list[WorkerProcess] = []
@@ -109,22 +92,11 @@ class LocalWorkers:
         self._stop = StopRecord()
         self._held_locks: tuple[HeldLock, ...] = ()
         """Locks of C++ extensions' builds that the stopped workers held."""
-        self._recorders = FlightRecorders(self._watch.folder, round_index=round_index, clock=clock)
-        self.evidence = WorkerEvidence(
-            place,
-            round_index=round_index,
-            layout=layout,
-            stop=self._stop,
-            pump=pump,
-            clock=clock,
-            files=files,
-            is_ending=is_ending,
-            watch=self._watch,
-            recorders=self._recorders,
-        )
-        self.sockets = SocketWatch(clock)
+        self._recorders = FlightRecorders(self._watch.folder, round_index=site.round, clock=site.clock)
+        self.evidence = WorkerEvidence(site, self._stop, self._recorders)
+        self.sockets = SocketWatch(site.clock)
         self._grace_since: float | None = None
-        self._started_at = clock.monotonic()
+        self._started_at = site.clock.monotonic()
 
     def start(
         self,
@@ -144,13 +116,13 @@ class LocalWorkers:
         """
 
         def make_folders() -> None:
-            make_private_dir(self._place.attempt.round_dir(self.round))
+            make_private_dir(self._site.attempt.round_dir(self.round))
             for local_rank in range(self.layout.local_world_size):
                 make_private_dir(self.paths_of(local_rank).root)
 
         self._is_wrapped = is_wrapped
         self._were_ended()  # in an earlier round: no news
-        self._files.do(make_folders, within=FOLDERS_SECONDS, unless=self._is_ending, again=is_refusal)
+        self._files.do(make_folders, within=FOLDERS_SECONDS, unless=self._site.is_ending, again=is_refusal)
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
         self._container = container
@@ -203,7 +175,7 @@ class LocalWorkers:
             self._take_output(slot)
 
     def _take_output(self, slot: WorkerSlot) -> None:
-        slot.output = self._pump.add(
+        slot.output = self._site.pump.add(
             rank=slot.global_rank,
             worker=slot.process,
             stdout=slot.paths.stdout,
@@ -235,9 +207,6 @@ class LocalWorkers:
         slot.early, slot.is_looked_at = None, False
         self._take_output(slot)
         return process.pid
-
-    def paths_of(self, local_rank: int) -> RankPaths:
-        return self._place.attempt.rank(self.round, self.layout.first_rank + local_rank)
 
     @property
     def pids(self) -> list[int]:

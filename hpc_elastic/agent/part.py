@@ -22,7 +22,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.run.option_values import StartMethod
-from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.paths import AttemptPaths, RankPaths
 from hpc_elastic.run.slow_ranks import OnSlowRank
 from hpc_elastic.workers.spawn import EnvironmentChange
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpc_elastic.output.pump import LogPump
     from hpc_elastic.rendezvous.coordination import Coordination
     from hpc_elastic.rendezvous.peers import NodeInfo
+    from hpc_elastic.rendezvous.ranks import RankLayout
     from hpc_elastic.rendezvous.state import RoundRecord
     from hpc_elastic.rendezvous.succession import NodesCutOff
     from hpc_elastic.run.events import EventLog
@@ -78,12 +79,6 @@ class HealthVerdict(Struct, frozen=True, kw_only=True):
         return not self.reason
 
 
-class Place(Struct, frozen=True, kw_only=True):
-    attempt: AttemptPaths
-    host: str
-    node: int
-
-
 class AgentSite(Struct, frozen=True, kw_only=True):
     me: AgentIdentity
     info: NodeInfo
@@ -100,6 +95,25 @@ class AgentSite(Struct, frozen=True, kw_only=True):
     store_server: StoreServer
     cpus: Sequence[frozenset[int]] = ()
     """Each worker's, by local rank; empty: all have those of the agent."""
+
+
+class GroupSite(Struct, frozen=True, kw_only=True):
+    """What the workers of one round are started, watched and described with."""
+
+    attempt: AttemptPaths
+    host: str
+    node: int
+    round: int
+    layout: RankLayout
+    clock: Clock
+    files: FileExecutor
+    pump: LogPump
+    watch: HeartbeatWatch
+    is_ending: Callable[[], bool] = lambda: False
+    """Nothing is waited for any more."""
+
+    def paths_of(self, local_rank: int) -> RankPaths:
+        return self.attempt.rank(self.round, self.layout.first_rank + local_rank)
 
 
 class Part:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hpc_elastic.agent.part import Place
+from hpc_elastic.agent.part import GroupSite
 from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.agent.store_server import StoreBindError, torch_available
 from hpc_elastic.base.file_executor import FilesystemHangsError
@@ -123,12 +123,19 @@ class RoundWorkers:
 
         site, spec = self._site, self._site.me.spec
         return LocalWorkers(
-            Place(attempt=site.me.paths, host=site.me.host, node=site.me.node),
-            round_index=self.facts.round,
-            layout=self.layout,
+            GroupSite(
+                attempt=site.me.paths,
+                host=site.me.host,
+                node=site.me.node,
+                round=self.facts.round,
+                layout=self.layout,
+                clock=site.clock,
+                files=site.files,
+                pump=site.pump,
+                watch=site.watch,
+                is_ending=is_ending,
+            ),
             inherited=site.me.inherited,
-            pump=site.pump,
-            clock=site.clock,
             shown=lambda local_rank, rank: shown_in_job_log(
                 local_rank,
                 rank,
@@ -138,9 +145,6 @@ class RoundWorkers:
                 only_ranks=spec.job_log_ranks,
             ),
             excluding=excluding,
-            files=site.files,
-            is_ending=is_ending,
-            watch=site.watch,
             fork=fork,
             were_ended=were_ended,
         )

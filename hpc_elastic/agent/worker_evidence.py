@@ -14,17 +14,15 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import FlightRecorders
 from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, read_stacks
-from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
-from hpc_elastic.agent.part import Place
-from hpc_elastic.base.clock import Clock, uptime_ns
-from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
+from hpc_elastic.agent.part import GroupSite
+from hpc_elastic.base.clock import uptime_ns
+from hpc_elastic.base.file_executor import FilesystemHangsError
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, find_logged, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import stacks_of
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.output.pump import LogPump, WorkerOutput
-from hpc_elastic.rendezvous.ranks import RankLayout
+from hpc_elastic.output.pump import WorkerOutput
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.run.paths import RankPaths
@@ -92,15 +90,8 @@ class StopRecord(Struct):
 class WorkerEvidence(Struct, eq=False):
     """All methods wait for files within the bounds above, but not when this node is to end."""
 
-    place: Place
-    round_index: int
-    layout: RankLayout
+    site: GroupSite
     stop: StopRecord
-    pump: LogPump
-    clock: Clock
-    files: FileExecutor
-    is_ending: Callable[[], bool]
-    watch: HeartbeatWatch
     recorders: FlightRecorders
     condemned: Condemned | None = None
     start_error: tuple[int, Exception] | None = None
@@ -131,14 +122,9 @@ class WorkerEvidence(Struct, eq=False):
         slot.is_looked_at = True
         facts = self._facts(slot, slot.exit, self._oom_kills_since())
         if facts.exitcode > 0 or facts.exitcode in _ABORTED:
-            self.pump.drained(slot.process.pid, JUDGE_SECONDS)
+            self.site.pump.drained(slot.process.pid, JUDGE_SECONDS)
             try:
-                slot.early = self.files.do(
-                    lambda: describe_failure(
-                        facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr, output=slot.output
-                    ),
-                    within=JUDGE_SECONDS,
-                )
+                slot.early = self.site.files.do(lambda: _describe(slot, facts), within=JUDGE_SECONDS)
             except FilesystemHangsError:
                 pass  # it is ended as if its cause were known
         return slot.early
@@ -159,7 +145,9 @@ class WorkerEvidence(Struct, eq=False):
 
     def _logged(self, slot: WorkerSlot) -> str:
         try:
-            return self.files.do(lambda: find_logged(slot.paths.stderr), within=HURRIED_SECONDS, unless=self.is_ending)
+            return self.site.files.do(
+                lambda: find_logged(slot.paths.stderr), within=HURRIED_SECONDS, unless=self.site.is_ending
+            )
         except FilesystemHangsError:
             return ""
 
@@ -167,28 +155,19 @@ class WorkerEvidence(Struct, eq=False):
         """The group has ended."""
         kills = self._oom_kills_since()
         hung = self._asked_for_stacks(slots, kills)
-        failed = [
-            (slot, self._facts(slot, slot.exit, kills))
-            for slot in slots
-            if slot.exit is not None
+        failed, condemned, stopped = [], [], []
+        for slot in slots:
+            if slot.exit is None:
+                continue
+            found, is_named = (slot, self._facts(slot, slot.exit, kills)), slot.local_rank in self._whys
+            is_ours = slot.stopped_by_agent and slot.exit.exitcode in self._ours
             # One that fell while it was stopped was failing already: its evidence is worth keeping.
-            and (slot.has_failed or (slot.stopped_by_agent and slot.exit.exitcode not in self._ours))
-            and not (hung and slot.local_rank in self._whys)
-        ]
-        condemned = [
-            (slot, self._facts(slot, slot.exit, kills))
-            for slot in slots
-            if not self._is_hang and slot.exit is not None and slot.stopped_by_agent and slot.local_rank in self._whys
-        ]
-        stopped = [
-            (slot, self._facts(slot, slot.exit, kills))
-            for slot in slots
-            if not (hung and self.stop.wants_stacks)
-            and slot.exit is not None
-            and slot.stopped_by_agent
-            and slot.exit.exitcode in self._ours - {0}
-            and not any(slot is one for one, _ in condemned)
-        ]
+            if (slot.has_failed or (slot.stopped_by_agent and not is_ours)) and not (hung and is_named):
+                failed.append(found)
+            if is_named and slot.stopped_by_agent and not self._is_hang:
+                condemned.append(found)
+            elif is_ours and slot.exit.exitcode != 0 and not (hung and self.stop.wants_stacks):
+                stopped.append(found)
         unstarted = [] if self.start_error is None else [self.describe_start_failure(*self.start_error)]
         if not (failed or hung or stopped or condemned):
             return unstarted
@@ -209,15 +188,15 @@ class WorkerEvidence(Struct, eq=False):
                 self.activities = [self._with_flight(self.observed[rank]) for rank in sorted(self.observed)]
             return described
 
-        hurried = self.is_ending()
+        hurried = self.site.is_ending()
         try:
-            return unstarted + self.files.do(
+            return unstarted + self.site.files.do(
                 gather,
                 within=HURRIED_SECONDS if hurried else EVIDENCE_SECONDS,
-                unless=None if hurried else self.is_ending,
+                unless=None if hurried else self.site.is_ending,
             )
         except FilesystemHangsError as error:
-            logger.warning("no evidence of the workers' failures: %s: %s", self.place.attempt.root, error.strerror)
+            logger.warning("no evidence of the workers' failures: %s: %s", self.site.attempt.root, error.strerror)
             return unstarted + [
                 describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in failed
             ]
@@ -232,7 +211,7 @@ class WorkerEvidence(Struct, eq=False):
 
     def _describe_condemned(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
         assert self.condemned is not None
-        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
+        self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure_class, why = self.condemned.failure_class, self._whys[slot.local_rank]
         is_ours = failure_class is FailureClass.INFRASTRUCTURE
         failure = replace(
@@ -249,8 +228,7 @@ class WorkerEvidence(Struct, eq=False):
         return failure
 
     def _with_flight(self, activity: Activity) -> Activity:
-        paths = self.place.attempt.rank(self.round_index, activity.rank)
-        tail = self.recorders.read(activity.rank, paths.root)
+        tail = self.recorders.read(activity.rank, self.site.attempt.rank(self.site.round, activity.rank).root)
         return activity if tail is None else replace(activity, flight=tail)
 
     def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[tuple[WorkerSlot, HungWorker]]:
@@ -261,7 +239,7 @@ class WorkerEvidence(Struct, eq=False):
         for slot in slots:
             if not slot.stopped_by_agent:
                 continue
-            status = slot.exit or exit_status_now(-int(signal.SIGKILL), self.clock)
+            status = slot.exit or exit_status_now(-int(signal.SIGKILL), self.site.clock)
             worker = HungWorker(
                 facts=self._facts(slot, status, kills),
                 paths=slot.paths,
@@ -276,7 +254,7 @@ class WorkerEvidence(Struct, eq=False):
 
     def _describe_hung(self, slot: WorkerSlot, worker: HungWorker) -> WorkerFailure | None:
         """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
-        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
+        self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
         if self.stop.wants_stacks or worker.is_spared or (dump is not None and dump.main):
             where = worker.state.whereabouts() if worker.state is not None else ""
@@ -284,29 +262,20 @@ class WorkerEvidence(Struct, eq=False):
         self.observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
         if not worker.why:
             return None
-        return describe_hang(worker, dump, last_heartbeat_ns=self.watch.last_heartbeat_ns(slot.local_rank))
+        return describe_hang(worker, dump, last_heartbeat_ns=self.site.watch.last_heartbeat_ns(slot.local_rank))
 
     def _describe(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
-        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
-        failure = describe_failure(
-            facts=facts,
-            error_file=slot.paths.error_file,
-            stderr_log=slot.paths.stderr,
-            stdout_log=slot.paths.stdout,
-            output=slot.output,
-            is_alone=not self.is_ending(),
-        )
+        self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
+        failure = _describe(slot, facts, stdout_log=slot.paths.stdout, is_alone=not self.site.is_ending())
         self._write_evidence(failure, slot.paths.error_file)
         return failure
 
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
         """It was about to end, or hung in its shutdown."""
-        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
+        self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
             return None
-        failure = describe_failure(
-            facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr, output=slot.output
-        )
+        failure = _describe(slot, facts)
         if not failure.exception_type:
             return None
         self._write_evidence(failure, slot.paths.error_file)
@@ -317,18 +286,12 @@ class WorkerEvidence(Struct, eq=False):
             self.unwritten.append(lambda: write_evidence(failure, path))
 
     def describe_start_failure(self, local_rank: int, error: Exception) -> WorkerFailure:
-        rank = self.layout.first_rank + local_rank
-        path = self.place.attempt.rank(self.round_index, rank).error_file
-        failure = WorkerFailure(
-            attempt=self.place.attempt.number,
-            round=self.round_index,
-            host=self.place.host,
-            node=self.place.node,
-            local_rank=local_rank,
-            global_rank=rank,
+        path = self.site.paths_of(local_rank).error_file
+        failure = replace(
+            self._of_rank(local_rank),
             exitcode=127,
-            ended_ns=self.clock.time_ns(),
-            ended_uptime_ns=uptime_ns(self.clock),
+            ended_ns=self.site.clock.time_ns(),
+            ended_uptime_ns=uptime_ns(self.site.clock),
             message=str(error),
             exception_type=type(error).__name__,
             fingerprint=f"start:{type(error).__name__}",
@@ -338,17 +301,23 @@ class WorkerEvidence(Struct, eq=False):
             reason="the worker's process could not be started",
             error_file=str(path),
         )
-        self.files.post(lambda: write_evidence(failure, path))
+        self.site.files.post(lambda: write_evidence(failure, path))
         return failure
 
-    def _facts(self, slot: WorkerSlot, status: ExitStatus, oom_kills: int) -> WorkerFailure:
+    def _of_rank(self, local_rank: int) -> WorkerFailure:
+        site = self.site
         return WorkerFailure(
-            attempt=self.place.attempt.number,
-            round=self.round_index,
-            host=self.place.host,
-            node=self.place.node,
-            local_rank=slot.local_rank,
-            global_rank=slot.global_rank,
+            attempt=site.attempt.number,
+            round=site.round,
+            host=site.host,
+            node=site.node,
+            local_rank=local_rank,
+            global_rank=site.layout.first_rank + local_rank,
+        )
+
+    def _facts(self, slot: WorkerSlot, status: ExitStatus, oom_kills: int) -> WorkerFailure:
+        return replace(
+            self._of_rank(slot.local_rank),
             pid=slot.process.pid,
             exitcode=status.exitcode,
             ended_ns=status.observed_ns,
@@ -359,9 +328,22 @@ class WorkerEvidence(Struct, eq=False):
             stopped_by_agent=slot.stopped_by_agent,
             waited=0.0 if slot.stopped_by_agent else round(self.stop.waited, 3),
             stopped_ns=self.stop.began_ns if slot.stopped_by_agent else 0,
-            last_step=self.watch.last_step(slot.local_rank),
+            last_step=self.site.watch.last_step(slot.local_rank),
         )
 
     @property
     def _ours(self) -> AbstractSet[int]:
         return _OURS | _ABORTED if self.stop.asked is not None else _OURS
+
+
+def _describe(
+    slot: WorkerSlot, facts: WorkerFailure, *, stdout_log: Path | str = "", is_alone: bool = False
+) -> WorkerFailure:
+    return describe_failure(
+        facts=facts,
+        error_file=slot.paths.error_file,
+        stderr_log=slot.paths.stderr,
+        stdout_log=stdout_log,
+        output=slot.output,
+        is_alone=is_alone,
+    )

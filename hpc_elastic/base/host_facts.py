@@ -1,4 +1,4 @@
-"""Facts of this host: its addresses and links, free memory, and the arguments of processes.
+"""Facts of this host: its addresses and links, free memory, the arguments of processes, and what the kernel tells.
 
 This module alone imports psutil. That takes 13 ms and 1.3 MB, so each function does it when it is called first.
 `hpc_elastic.workers.tree` says how processes are found and signalled, and why not with psutil.
@@ -72,6 +72,28 @@ def files_written_by(pid: int) -> list[Path]:
         return []
 
 
+def kernel_text(path: str, errors: str = "replace") -> str:
+    """What a file of /proc or a cgroup holds; empty where it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8", errors)
+    except OSError:
+        return ""
+
+
+def kernel_fields(path: str, separator: str = ":") -> dict[str, str]:
+    """Its lines of a name and a value."""
+    lines = (line.partition(separator) for line in kernel_text(path).splitlines())
+    return {name: value.strip() for name, found, value in lines if found}
+
+
+def unescape_mount(cell: str) -> str:
+    """A path in mountinfo, proc(5)."""
+    for code, char in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
+        cell = cell.replace(code, char)
+    return cell
+
+
 LOOPBACK = "127.0.0.1"
 _SIOCGIFFLAGS = 0x8913
 _IFF_RUNNING = 0x40
@@ -124,19 +146,13 @@ def filesystem_type(real: str, *, mountinfo: str = "/proc/self/mountinfo") -> st
     proc(5): it is the longest mount point above it, the last one mounted there.
     """
     best, kind = -1, None
-    try:
-        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as file:
-            for line in file:
-                left, _, right = line.partition(" - ")
-                cells = left.split(" ")
-                if len(cells) < 5 or not right:
-                    continue
-                mount = cells[4]
-                for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-                    mount = mount.replace(code, char)
-                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-                if inside and len(mount) >= best:
-                    best, kind = len(mount), right.split(" ")[0]
-    except OSError:
-        return None
+    for line in kernel_text(mountinfo, "surrogateescape").split("\n"):
+        left, _, right = line.partition(" - ")
+        cells = left.split(" ")
+        if len(cells) < 5 or not right:
+            continue
+        mount = unescape_mount(cells[4])
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= best:
+            best, kind = len(mount), right.split(" ")[0]
     return kind

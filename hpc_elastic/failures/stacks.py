@@ -21,6 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.file_executor import read_each
+from hpc_elastic.base.host_facts import kernel_fields, kernel_text
 from hpc_elastic.base.text import clean_text
 from hpc_elastic.failures.failure_text import Frame
 
@@ -258,16 +259,16 @@ class ProcessState(Struct, frozen=True, kw_only=True):
 
 def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
     """Look at what the kernel reports of a process, its threads and its children. Never raises."""
-    state = _status(f"{proc}/{pid}/status").get("State", "")
+    state = kernel_fields(f"{proc}/{pid}/status").get("State", "")
     try:
         names = sorted(os.listdir(f"{proc}/{pid}/task"), key=lambda name: (name != str(pid), len(name), name))
     except OSError:
         names = []
     folders = [f"{proc}/{pid}/task/{name}" for name in names[:_THREADS]]
-    children = {child for folder in folders for child in _read(f"{folder}/children").split() if child.isdigit()}
+    children = {child for folder in folders for child in kernel_text(f"{folder}/children").split() if child.isdigit()}
     below = [f"{proc}/{child}" for child in sorted(children, key=int)]
     paths = [f"{folder}/syscall" for folder in (*folders, *below)]
-    calls = read_each(paths, _read, patience=_SYSCALL_SECONDS, goes_on=False)
+    calls = read_each(paths, kernel_text, patience=_SYSCALL_SECONDS, goes_on=False)
     found = [_look(folder, calls) for folder in below]
     return ProcessState(
         pid=pid,
@@ -287,8 +288,8 @@ def syscall_name(text: str, machine: str) -> str:
 
 
 def _look(folder: str, calls: Mapping[str, str]) -> Whereabouts:
-    status = _status(f"{folder}/status")
-    wchan = _read(f"{folder}/wchan")
+    status = kernel_fields(f"{folder}/status")
+    wchan = kernel_text(f"{folder}/wchan").strip()
     return Whereabouts(
         pid=int(os.path.basename(folder)),
         name=status.get("Name", "?"),
@@ -296,19 +297,6 @@ def _look(folder: str, calls: Mapping[str, str]) -> Whereabouts:
         wchan="" if wchan == "0" else wchan,
         syscall=syscall_name(calls.get(f"{folder}/syscall", ""), platform.machine()),
     )
-
-
-def _status(path: str) -> dict[str, str]:
-    fields = (line.partition(":") for line in _read(path).splitlines())
-    return {key: value.strip() for key, colon, value in fields if colon}
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(64 << 10).decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
 
 
 _WAITS_IN = "torch/utils/file_baton.py"

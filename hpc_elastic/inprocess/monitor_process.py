@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import sys
 import time
@@ -246,16 +245,13 @@ class _Monitor:
 
     def _watch(self) -> Interruption | None:
         """Wait until the rank ends its call (None) or is dead (its cause)."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        poller.register(self._reader, select.POLLIN)
-        next_look = time.monotonic()
+        next_look, reader = time.monotonic(), self._reader
         while True:
-            ready = {fd for fd, _ in poller.poll(max(0.0, next_look - time.monotonic()) * 1000)}
+            ready = wait_readable([self._pidfd, reader], max(0.0, next_look - time.monotonic()))
             if self._reader in ready and not self._read_messages():
                 if self._has_ended:
                     return None
-                poller.unregister(self._reader)  # closed: it is dead, or another program now
+                reader = -1  # closed: it is dead, or another program now
             if self._pidfd in ready:
                 return Interruption.TERMINATED
             if time.monotonic() < next_look:
@@ -328,13 +324,11 @@ class _Monitor:
     def _kill(self) -> None:
         """End the rank's process, and wait for its end."""
         logger.error("process %d shows no progress for %g s: it is killed", self._main, self._hard_timeout)
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
         for signum in (signal.SIGCONT, signal.SIGTERM):
             self._send(signum)
-        if not poller.poll(self._grace * 1000):
+        if not wait_readable([self._pidfd], self._grace):
             self._send(signal.SIGKILL)
-            poller.poll(self._barrier_timeout * 1000)
+            wait_readable([self._pidfd], self._barrier_timeout)
 
     def _send(self, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import struct
 import subprocess
@@ -25,6 +24,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.codec import from_json, to_json
 from hpc_elastic.base.host_facts import files_written_by
+from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, folders_below
 from hpc_elastic.slurm.commands import JobId, srun_agents, submission_environment
@@ -133,7 +133,7 @@ class _Writes:
     def wait(self, files: SavedFiles, seconds: float) -> None:
         """Wait until a checkpoint is written, or a folder comes."""
         until = time.monotonic() + seconds
-        while select.select([self._fd], [], [], max(0.0, until - time.monotonic()))[0]:
+        while wait_readable([self._fd], max(0.0, until - time.monotonic())):
             data, start = os.read(self._fd, 1 << 16), 0
             while start < len(data):
                 number, mask, _, length = _EVENT.unpack_from(data, start)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 
+from hpc_elastic.base.host_facts import kernel_fields
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import Delivery, Environ, Proc
 
@@ -85,16 +86,14 @@ class SignalMasks(Struct, frozen=True, kw_only=True):
 def read_masks(pid: int) -> SignalMasks | None:
     """Read ``/proc/<pid>/status``; None where that can't be read."""
     try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            lines = (line.partition(":") for line in file)
-            fields = {key: value.split() for key, _, value in lines if key.startswith(("Sig", "NSpid"))}
+        fields = kernel_fields(f"/proc/{pid}/status")
         return SignalMasks(
-            caught=int(fields["SigCgt"][0], 16),
-            ignored=int(fields["SigIgn"][0], 16),
-            blocked=int(fields["SigBlk"][0], 16),
-            inner_pid=int(fields.get("NSpid", [str(pid)])[-1]),
+            caught=int(fields["SigCgt"], 16),
+            ignored=int(fields["SigIgn"], 16),
+            blocked=int(fields["SigBlk"], 16),
+            inner_pid=int(fields.get("NSpid", str(pid)).split()[-1]),
         )
-    except (OSError, ValueError, LookupError):
+    except (ValueError, LookupError):
         return None
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from hpc_elastic.base.host_facts import kernel_fields, kernel_text, unescape_mount
 from hpc_elastic.base.loop import Waker
 
 _PR_SET_PDEATHSIG = 1
@@ -350,11 +351,7 @@ def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tupl
 
 
 def _memory_cgroup(pid: int | str, proc: str) -> tuple[str, str, bool] | None:
-    try:
-        memberships = _read(os.path.join(proc, str(pid), "cgroup"))
-        mounts = _read(os.path.join(proc, "self", "mountinfo"))
-    except OSError:
-        return None
+    memberships, mounts = kernel_text(f"{proc}/{pid}/cgroup"), kernel_text(f"{proc}/self/mountinfo")
     v1_path = v2_path = None
     for line in memberships.splitlines():
         parts = line.split(":", 2)
@@ -372,11 +369,6 @@ def _memory_cgroup(pid: int | str, proc: str) -> tuple[str, str, bool] | None:
     return (*where, v1_path is None) if where is not None else None
 
 
-def _read(path: str) -> str:
-    with open(path, "rb") as file:
-        return file.read(1 << 20).decode("utf-8", "replace")
-
-
 def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tuple[str, str] | None:
     """The folder of the cgroup `path`, and its mount point: mountinfo's fields 4 (root) and 5, proc(5).
 
@@ -390,7 +382,7 @@ def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tup
             continue
         if controller is not None and controller not in after[2].split(","):
             continue
-        root, point = _unescape(fields[3]), _unescape(fields[4])
+        root, point = unescape_mount(fields[3]), unescape_mount(fields[4])
         if "/../" in root + "/":  # mounted outside our cgroup namespace, whose place in it is not known
             continue
         if root == "/":
@@ -407,19 +399,6 @@ def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tup
     return found or guessed
 
 
-def _unescape(field: str) -> str:
-    for code, char in ((r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", "\\")):
-        field = field.replace(code, char)
-    return field
-
-
 def _counter(folder: str, name: str) -> int | None:
-    try:
-        text = _read(os.path.join(folder, name))
-    except OSError:
-        return None
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == "oom_kill" and value.strip().isdigit():
-            return int(value)
-    return None
+    count = kernel_fields(os.path.join(folder, name), " ").get("oom_kill", "")
+    return int(count) if count.isdigit() else None

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from hpc_elastic.base.digests import sha1
+from hpc_elastic.base.host_facts import kernel_text
 
 _LISTENS = 0x0A
 _IPV4_MAPPED = b"\0" * 10 + b"\xff\xff"
@@ -34,7 +35,7 @@ def read_sockets(pids: Iterable[int], *, proc: str = "/proc") -> dict[int, froze
         return {}
     table: dict[int, Address] = {}
     for name in ("tcp", "tcp6"):
-        table |= parse_table(_read(f"{proc}/{next(iter(owned))}/net/{name}"))
+        table |= parse_table(kernel_text(f"{proc}/{next(iter(owned))}/net/{name}"))
     found = {pid: frozenset(table[inode] for inode in inodes if inode in table) for pid, inodes in owned.items()}
     return {pid: addresses for pid, addresses in found.items() if addresses}
 
@@ -45,7 +46,7 @@ def network_id(pid: int, *, proc: str = "/proc") -> str:
         name = os.readlink(f"{proc}/{pid}/ns/net")
     except OSError:
         return ""
-    boot = _read(f"{proc}/sys/kernel/random/boot_id").strip()
+    boot = kernel_text(f"{proc}/sys/kernel/random/boot_id").strip()
     return sha1(f"{boot} {name}".encode()).hex()[:8] if boot else ""
 
 
@@ -53,7 +54,7 @@ def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[i
     """The inode, and its owner's uid, of the socket at the other end of a connection within this host; None: none."""
     ends = connection.getpeername()[:2], connection.getsockname()[:2]
     for name in ("tcp", "tcp6"):
-        for line in _read(f"{proc}/self/net/{name}").splitlines()[1:]:
+        for line in kernel_text(f"{proc}/self/net/{name}").splitlines()[1:]:
             parts = line.split()
             try:
                 found = tuple(
@@ -152,7 +153,7 @@ def _inodes_below(pid: int, proc: str) -> set[int]:
         if inodes:
             return inodes
         generation = [
-            int(child) for each in generation for child in _read(f"{proc}/{each}/task/{each}/children").split()
+            int(child) for each in generation for child in kernel_text(f"{proc}/{each}/task/{each}/children").split()
         ]
     return set()
 
@@ -168,11 +169,3 @@ def socket_inodes(pid: int, proc: str = "/proc") -> set[int]:
                 if target.startswith("socket:["):
                     found.add(int(target[8:-1]))
     return found
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

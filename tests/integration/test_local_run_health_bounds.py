@@ -249,13 +249,13 @@ def test_close_ends_what_runs(tmp_path: Path) -> None:
 def test_each_begin_has_its_answer(tmp_path: Path, answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that has answered may still be there when the next look begins: that look is another one."""
     checks = make(tmp_path, tmp=1)
-    post = checks._post
+    put = checks._verdicts.put
 
-    def post_and_stay(verdict: HealthVerdict) -> None:
-        post(verdict)
+    def put_and_stay(verdict: HealthVerdict) -> None:
+        put(verdict)
         answers.wait(PATIENCE)
 
-    monkeypatch.setattr(checks, "_post", post_and_stay)
+    monkeypatch.setattr(checks._verdicts, "put", put_and_stay)
     for last_round in (-1, 0):
         checks.on_join(last_round)
         wait_readable(checks.watched(), PATIENCE)

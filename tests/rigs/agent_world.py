@@ -23,7 +23,7 @@ from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
 from hpc_elastic.agent.node_agent import NodeAgent
-from hpc_elastic.agent.part import Condemned, Part, Place
+from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.outcome import Outcome
@@ -424,10 +424,10 @@ class AgentWorld(World):
         patch(round_workers, "torch_available", lambda python: True)
         patch(node_agent, "reap_orphans", lambda known: [])
 
-    def _make_workers(self, place: Place, *, round_index: int, layout: RankLayout, **_: object) -> FakeWorkers:
-        node = next(node for node in reversed(self.nodes) if node.index == place.node)
+    def _make_workers(self, site: GroupSite, **_: object) -> FakeWorkers:
+        node = next(node for node in reversed(self.nodes) if node.index == site.node)
         assert isinstance(node, AgentNode)
-        return FakeWorkers(node, round_index, layout)
+        return FakeWorkers(node, site.round, site.layout)
 
     @property
     def agents(self) -> list[AgentNode]:

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.agent.hang_stop import HungWorker, describe_hang, read_stacks
-from hpc_elastic.agent.part import Condemned, Place
+from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, WorkerSlot
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, Whereabouts
@@ -109,18 +109,18 @@ def test_a_worker_that_is_condemned_is_described_though_its_agent_ended_it(tmp_p
     """Whatever the reason: nothing but the class of the failure tells it from a hang."""
     attempt = AttemptPaths(tmp_path / "attempt-000")
     inert: Any = SimpleNamespace(drained=lambda pid, seconds: True, last_step=lambda rank: 7, read=lambda *_: None)
-    evidence = WorkerEvidence(
-        Place(attempt=attempt, host="n0", node=0),
-        round_index=0,
-        layout=inert,
-        stop=StopRecord(),
-        pump=inert,
+    site = GroupSite(
+        attempt=attempt,
+        host="n0",
+        node=0,
+        round=0,
+        layout=SimpleNamespace(first_rank=0),  # type: ignore[arg-type]
         clock=FakeClock(),
         files=SimpleNamespace(do=lambda job, **_: job()),  # type: ignore[arg-type]
-        is_ending=lambda: False,
+        pump=inert,
         watch=inert,
-        recorders=inert,
     )
+    evidence = WorkerEvidence(site, StopRecord(), inert)
     slots = []
     for rank in (0, 1):
         paths = attempt.rank(0, rank)

@@ -23,7 +23,7 @@ from hpc_elastic.agent.hang_detector import HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
-from hpc_elastic.agent.part import Condemned, Part, Place
+from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
@@ -354,8 +354,8 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         events: list[tuple[str, dict[str, Any]]] = []
         script = Script(said, always_ready)
 
-        def make_workers(place: Place, **kinds: Any) -> Workers:
-            workers = Workers(kinds["round_index"], kinds["layout"], kinds["excluding"])
+        def make_workers(site: GroupSite, **kinds: Any) -> Workers:
+            workers = Workers(site.round, site.layout, kinds["excluding"])
             if start_error is not None:
 
                 def refuse(*_: Any, **__: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.local_workers import LocalWorkers
+from hpc_elastic.agent.part import GroupSite
 from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, WorkerSlot
 from hpc_elastic.failures.contrast import may_be_of_node, wrong_input
@@ -445,18 +446,18 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
 
 def test_what_this_node_is_short_of_to_start_workers_is_no_bug_in_the_script() -> None:
     inert: Any = None
-    evidence = WorkerEvidence(
-        SimpleNamespace(attempt=AttemptPaths(Path("/r/attempt-000")), host="n0", node=0),  # type: ignore[arg-type]
-        round_index=3,
+    site = GroupSite(
+        attempt=AttemptPaths(Path("/r/attempt-000")),
+        host="n0",
+        node=0,
+        round=3,
         layout=SimpleNamespace(first_rank=4, local_world_size=2),  # type: ignore[arg-type]
-        stop=StopRecord(),
-        pump=inert,
         clock=FakeClock(),
         files=SimpleNamespace(post=lambda action: None),  # type: ignore[arg-type]
-        is_ending=lambda: False,
+        pump=inert,
         watch=inert,
-        recorders=inert,
     )
+    evidence = WorkerEvidence(site, StopRecord(), inert)
     found = evidence.describe_start_failure(0, OSError(24, "Too many open files"))
     assert (found.global_rank, found.retryable) == (4, True)
     assert sum_up([found], node=0, seconds=0.0).fingerprint == ""
