@@ -27,7 +27,7 @@ from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import MetricSink
 from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.supervision import WorkerState
-from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.agent.worker_environment import RoundFacts, WorkerSettings, worker_environment
 from hpc_elastic.agent.worker_group import RunResult, WorkerGroup, WorkerSpec
 from hpc_elastic.base.clock import Clock, RunClock, pause
 from hpc_elastic.base.file_executor import FileExecutor
@@ -167,17 +167,16 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _start_workers(self, group: WorkerGroup) -> Mapping[int, Any]:
         assert self._pump is not None
         assert group.layout is not None
+        spec, run_id = group.spec, group.spec.handler.get_run_id()
         facts = RoundFacts(
+            spec=WorkerSettings(run_id=run_id, role=spec.role, max_restarts=spec.max_restarts),
             layout=group.layout,
             round=group.round,
-            max_restarts=group.spec.max_restarts,
             master_addr=group.master_addr or "",
             master_port=group.master_port or 0,
             agent_store=False,
-            run_id=group.spec.handler.get_run_id(),
             run_dir=str(self.log_dir),
             attempt=0,
-            role=group.spec.role,
             tag=str(self._tag),
         )
         umask = os.umask(0o077)

@@ -100,13 +100,13 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
             ranks=ranks,
             master=f"{facts.master_addr}:{facts.master_port}",
             restarts_used=restarts_used,
-            max_restarts=facts.max_restarts,
+            max_restarts=facts.spec.max_restarts,
         )
     )
     logger.info(
         "round %d: role %s, ranks %s of %d, node %d of %d, master %s:%s, %d of %d restarts used",
         facts.round,
-        facts.role,
+        facts.spec.role,
         f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0],
         layout.world_size,
         layout.group_rank,
@@ -114,7 +114,7 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
         facts.master_addr,
         facts.master_port,
         restarts_used,
-        facts.max_restarts,
+        facts.spec.max_restarts,
     )
 
 

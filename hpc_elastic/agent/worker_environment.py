@@ -12,25 +12,30 @@ from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.worker_api.agent_store import STORE_VARIABLE
 from hpc_elastic.workers.spawn import EnvironmentChange
+from hpc_elastic.workers.tree import TAG_VARIABLE
 
-TAG_VARIABLE = "HPC_ELASTIC_TAG"
+
+class WorkerSettings(Struct, frozen=True, kw_only=True):
+    """Fields of `RunSpec`, where an agent has none."""
+
+    run_id: str
+    role: str
+    max_restarts: int
+    virtual_local_rank: bool = False
+    wandb: bool = False
 
 
 class RoundFacts(Struct, frozen=True, kw_only=True):
+    spec: RunSpec | WorkerSettings
     layout: RankLayout
     round: int
-    max_restarts: int
     master_addr: str
     master_port: int
     agent_store: bool
     """A TCPStore of ours serves at the master address; otherwise rank 0 opens it."""
-    run_id: str
     run_dir: str
     attempt: int
-    role: str
     tag: str
-    virtual_local_rank: bool = False
-    wandb: bool = False
 
 
 def round_facts(
@@ -38,19 +43,15 @@ def round_facts(
 ) -> RoundFacts:
     address, port, serves = record.master.split(" ")
     return RoundFacts(
+        spec=spec,
         layout=layout,
         round=record.round,
-        max_restarts=spec.max_restarts,
         master_addr=address,
         master_port=int(port),
         agent_store=serves == "1",
-        run_id=spec.run_id,
         run_dir=run_dir,
         attempt=attempt,
-        role=spec.role,
         tag=tag,
-        virtual_local_rank=spec.virtual_local_rank,
-        wandb=spec.wandb,
     )
 
 
@@ -66,7 +67,7 @@ def worker_environment(
 
     torch's ``@record``, or this package's, writes to `error_file`: never the one that the agent itself was given.
     """
-    layout = facts.layout
+    layout, spec = facts.layout, facts.spec
     rank = layout.first_rank + local_rank
     env = dict(base)
     env.update(
@@ -79,28 +80,28 @@ def worker_environment(
             "GROUP_WORLD_SIZE": str(layout.group_world_size),
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(layout.world_size),
-            "ROLE_NAME": facts.role,
+            "ROLE_NAME": spec.role,
             "MASTER_ADDR": facts.master_addr,
             "MASTER_PORT": str(facts.master_port),
             "TORCHELASTIC_RESTART_COUNT": str(facts.round),
-            "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
-            "TORCHELASTIC_RUN_ID": facts.run_id,
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": str(facts.agent_store),
             "TORCHELASTIC_ERROR_FILE": error_file,
             "HPC_ELASTIC_RUN_DIR": facts.run_dir,
             "HPC_ELASTIC_ATTEMPT": str(facts.attempt),
             TAG_VARIABLE: facts.tag,
-            STORE_VARIABLE: f"{facts.run_id} {facts.master_addr} {facts.master_port}",
+            STORE_VARIABLE: f"{spec.run_id} {facts.master_addr} {facts.master_port}",
         }
     )
-    if facts.virtual_local_rank:
+    if spec.virtual_local_rank:
         # As torchrun 2.13: through the devices that the agent sees, where these are limited.
         visible = [entry.strip() for entry in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
         own = visible[local_rank : local_rank + 1] if visible else [str(local_rank)]
         env.update({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ",".join(own)})
-    if facts.wandb:
+    if spec.wandb:
         # Two processes can't write the same run: most scripts have rank 0 alone log.
-        env.setdefault("WANDB_RUN_ID", facts.run_id if rank == 0 else f"{facts.run_id}-rank{rank}")
+        env.setdefault("WANDB_RUN_ID", spec.run_id if rank == 0 else f"{spec.run_id}-rank{rank}")
         env.setdefault("WANDB_RESUME", "allow")
     if in_job(base):
         _set_slurm_variables(env, layout, local_rank)
@@ -127,18 +128,15 @@ def shared_environment(
             world_size=1000 + number,
         )
         facts = RoundFacts(
+            spec=spec,
             layout=layout,
             round=number,
-            max_restarts=spec.max_restarts,
             master_addr=f"10.0.0.{number}",
             master_port=number,
             agent_store=number == 1,
-            run_id=spec.run_id,
             run_dir=run_dir,
             attempt=attempt,
-            role=spec.role,
             tag=tag,
-            wandb=spec.wandb,
         )
         environments.append(worker_environment(base, facts, local_rank=number, error_file=str(number)))
     one, other = environments

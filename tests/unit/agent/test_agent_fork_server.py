@@ -91,11 +91,10 @@ def test_what_was_learned_is_there_for_the_next_attempt_and_for_auto_alone(tmp_p
     assert preload_for(("auto",), path).learned == ()
 
 
-def test_an_import_that_reads_a_ranks_own_wandb_run_is_noticed() -> None:
-    _, rest = shared_environment(
-        {}, spec=replace(SPEC, wandb=True), local_world_size=2, run_dir="/r", attempt=1, tag="t"
-    )
-    assert "WANDB_RUN_ID" in rest
+def test_an_import_that_reads_a_ranks_own_wandb_run_or_gpu_is_noticed() -> None:
+    spec = replace(SPEC, wandb=True, virtual_local_rank=True)
+    _, rest = shared_environment({}, spec=spec, local_world_size=2, run_dir="/r", attempt=1, tag="t")
+    assert {"WANDB_RUN_ID", "CUDA_VISIBLE_DEVICES"} <= rest
 
 
 def test_the_environment_that_workers_share_has_nothing_of_one_rank_or_round() -> None:

@@ -9,24 +9,23 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent import worker_environment as module
-from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.agent.worker_environment import RoundFacts, WorkerSettings, worker_environment
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.slurm.job_environment import without_run_variables
 from hpc_elastic.workers import tree
 
 DOCS = Path(__file__).parents[3] / "docs/reference/environment.md"
 LAYOUT = RankLayout(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)
+SPEC = WorkerSettings(run_id="20261121-train-9f3c", role="trainer", max_restarts=3)
 FACTS = RoundFacts(
+    spec=SPEC,
     layout=LAYOUT,
     round=2,
-    max_restarts=3,
     master_addr="10.0.0.1",
     master_port=29501,
     agent_store=True,
-    run_id="20261121-train-9f3c",
     run_dir="/runs/x",
     attempt=1,
-    role="trainer",
     tag="uid:host:agent",
 )
 TORCHRUNS = {
@@ -74,7 +73,7 @@ def test_each_local_rank_has_its_own_ranks() -> None:
 
 def test_a_virtual_local_rank_is_0_and_sees_its_own_gpu_alone() -> None:
     """As torchrun's ``--virtual-local-rank``."""
-    facts = replace(FACTS, virtual_local_rank=True)
+    facts = replace(FACTS, spec=replace(SPEC, virtual_local_rank=True))
     for base, gpu in (({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6"}, "6"), ({"CUDA_VISIBLE_DEVICES": "4"}, "")):
         env = environment(dict(base), facts, local_rank=1)
         assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", gpu)
@@ -82,7 +81,7 @@ def test_a_virtual_local_rank_is_0_and_sees_its_own_gpu_alone() -> None:
 
 
 def test_a_wandb_run_is_each_ranks_own_and_the_same_in_every_round_and_attempt() -> None:
-    facts = replace(FACTS, wandb=True)
+    facts = replace(FACTS, spec=replace(SPEC, wandb=True))
     rank_5 = environment({}, facts)
     assert (rank_5["WANDB_RUN_ID"], rank_5["WANDB_RESUME"]) == ("20261121-train-9f3c-rank5", "allow")
     later = replace(facts, round=7, attempt=3, layout=replace(LAYOUT, first_rank=0))
