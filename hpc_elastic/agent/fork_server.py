@@ -2,7 +2,7 @@
 
 It imports while the rendezvous is under way; `handle` is called when it is readable, and at `due`. What it does is in
 `hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most: `why_fresh` holds the reason, and
-`fork_server_states` every way from one state to another.
+`TRANSITIONS` every way from one state to another.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from hpc_elastic.agent.fork_server_process import Launch, PendingFork, script_text, start_process
-from hpc_elastic.agent.fork_server_states import ServerEvent, ServerState, next_state, why_given_up
 from hpc_elastic.agent.part import END_SECONDS, ProcessPart
 from hpc_elastic.agent.script_text import late_settings, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.loop import wait_readable
+from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
 from hpc_elastic.run.event_types import AgentEvent
@@ -48,6 +49,64 @@ FORK_SECONDS = 2.0
 _MODULES_IN_ONE = 1000
 _SCRIPT_SECONDS = 2.0
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 5.0, 60.0
+
+
+MOST_STARTS = 8
+"""Most servers in a row none of which forked a worker."""
+
+
+class ServerState(str, Enum):
+    OFF = "off"
+    IMPORTING = "importing"
+    READY = "ready"
+    """It waits for requests."""
+    FAILED = "failed"
+    """Given up: workers are started fresh."""
+
+
+class ServerEvent(str, Enum):
+    BEGIN = "begin"
+    IMPORTED = "all is imported"
+    IMPORTS = "it imports"
+    UNFIT = "a module can't be shared"
+    STALE = "a file has changed"
+    HANGS = "it does not answer"
+    ENDED = "it ended"
+    GIVE_UP = "given up"
+
+
+_WHILE_IT_RUNS = (
+    (ServerEvent.IMPORTED, ServerState.READY),
+    (ServerEvent.IMPORTS, ServerState.IMPORTING),
+    (ServerEvent.STALE, ServerState.OFF),
+    (ServerEvent.HANGS, ServerState.OFF),
+    (ServerEvent.ENDED, ServerState.OFF),
+    (ServerEvent.GIVE_UP, ServerState.FAILED),
+)
+TRANSITIONS: Mapping[ServerState, Mapping[ServerEvent, ServerState]] = {
+    ServerState.OFF: {ServerEvent.BEGIN: ServerState.IMPORTING, ServerEvent.GIVE_UP: ServerState.FAILED},
+    ServerState.IMPORTING: {**dict(_WHILE_IT_RUNS), ServerEvent.UNFIT: ServerState.OFF},
+    ServerState.READY: dict(_WHILE_IT_RUNS),
+    ServerState.FAILED: {},
+}
+"""The next server is begun at once from OFF, without the module that was at fault, or it is given up."""
+
+
+def next_state(state: ServerState, event: ServerEvent) -> ServerState:
+    try:
+        return TRANSITIONS[state][event]
+    except KeyError:
+        raise IllegalTransitionError(state=state.value, event=event.value) from None
+
+
+def why_given_up(preload: Preload, *, starts: int) -> str:
+    """Empty where another server is begun. `starts`: servers so far since one has last forked a worker."""
+    if not any(name in preload.wanted for name in preload.modules):
+        left = "; ".join(f"{name}: {why}" for name, why in preload.left_out.items() if name in preload.modules)
+        return f"nothing is left to preload: {left}"
+    if starts >= MOST_STARTS:
+        return f"{starts} fork servers in a row have ended"
+    return ""
 
 
 class ForkServer(ProcessPart):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.fork_server_states import ServerState
+from hpc_elastic.agent.fork_server import ServerState
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp
 from hpc_elastic.run.preload import preload_for
 from tests.rigs.local_run import LocalRun

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.fork_server_states import ServerState
+from hpc_elastic.agent.fork_server import ServerState
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.run.preload import Preload
 from tests.integration.test_inprocess_replacement import _HEAD

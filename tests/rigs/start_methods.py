@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.agent.fork_server import IMPORT_SECONDS, ForkServer
+from hpc_elastic.agent.fork_server import IMPORT_SECONDS, ForkServer, ServerState
 from hpc_elastic.agent.fork_server_process import Launch
-from hpc_elastic.agent.fork_server_states import ServerState
 from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.loop import wait_readable

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.fork_server_process import folder_of, scripts_of
-from hpc_elastic.agent.fork_server_states import (
+from hpc_elastic.agent.fork_server import (
     MOST_STARTS,
     TRANSITIONS,
     ServerEvent,
@@ -17,6 +16,7 @@ from hpc_elastic.agent.fork_server_states import (
     next_state,
     why_given_up,
 )
+from hpc_elastic.agent.fork_server_process import folder_of, scripts_of
 from hpc_elastic.agent.script_text import late_settings, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment, worker_environment
 from hpc_elastic.errors import IllegalTransitionError, UsageError
