@@ -11,8 +11,8 @@ from __future__ import annotations
 import abc
 import logging
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -35,6 +35,7 @@ from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.rendezvous.ranks import RankLayout, layout_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EXIT_BARRIER_SECONDS = 300.0
 """How long a node whose workers are done waits for the others, where its rendezvous notices no lost nodes."""
@@ -292,48 +293,47 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _read(self, group: WorkerGroup, key: str, from_rank: int) -> bytes:
         assert group.store is not None
-        deadline = self._clock.monotonic() + EXCHANGE_SECONDS
-        delay = _FIRST_LOOK
-        has = getattr(group.store, "check", lambda keys: True)
-        while not has([key]) or (value := group.store.get(key)) is None:
-            if self._round_is_over(group):
+        store, has = group.store, getattr(group.store, "check", lambda keys: True)
+
+        def look() -> bytes | None:
+            value = store.get(key) if has([key]) else None
+            if value is None and self._round_is_over(group):
                 raise _RoundIsOverError
-            if self._clock.monotonic() >= deadline:
-                raise PeerMissingError(
-                    round=group.round,
-                    run_id=group.spec.handler.get_run_id(),
-                    group_rank=from_rank,
-                    seconds=EXCHANGE_SECONDS,
-                )
+            return value
+
+        if (value := self._await(look, EXCHANGE_SECONDS)) is None:
+            run_id = group.spec.handler.get_run_id()
+            raise PeerMissingError(round=group.round, run_id=run_id, group_rank=from_rank, seconds=EXCHANGE_SECONDS)
+        return value
+
+    def _await(self, look: Callable[[], T | None], seconds: float) -> T | None:
+        """What `look` gives, some time; None: nothing within `seconds`."""
+        deadline, delay = self._clock.monotonic() + seconds, _FIRST_LOOK
+        while (found := look()) is None and self._clock.monotonic() < deadline:
             pause(self._clock, delay)
             delay = min(_LONGEST_LOOK, 2 * delay)
-        return value
+        return found
 
     def _all_are_done(self, group: WorkerGroup) -> bool:
         """The exit barrier: this node's workers have ended well, and others may still need its store or its place.
 
         False where a new round was asked for: all start again from what the script has saved.
         """
-        assert group.store is not None
-        assert group.group_world_size is not None
-        group.store.add("done", 1)
+        store, size, seconds = group.store, group.group_world_size, self._exit_barrier_timeout
+        assert store is not None
+        assert size is not None
+        store.add("done", 1)
         _call(group.spec.handler, "report_done")
-        deadline = self._clock.monotonic() + self._exit_barrier_timeout
-        delay = _FIRST_LOOK
-        while True:
+
+        def look() -> bool | None:
             over = self._round_is_over(group)  # asked first: when all are done, the round ends too
-            if int(group.store.get("done") or b"0") >= group.group_world_size:
+            if int(store.get("done") or b"0") >= size:
                 return True
-            if over:
-                return bool(_call(group.spec.handler, "has_succeeded"))
-            if self._clock.monotonic() >= deadline:
-                logger.warning(
-                    "%g s after this node's workers were done, others still are not; leaving",
-                    self._exit_barrier_timeout,
-                )
-                return True
-            pause(self._clock, delay)
-            delay = min(_LONGEST_LOOK, 2 * delay)
+            return bool(_call(group.spec.handler, "has_succeeded")) if over else None
+
+        if (found := self._await(look, seconds)) is None:
+            logger.warning("%g s after this node's workers were done, others still are not; leaving", seconds)
+        return found is not False
 
     def _round_is_over(self, group: WorkerGroup) -> bool:
         over = _call(group.spec.handler, "round_is_over")
