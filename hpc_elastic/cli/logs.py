@@ -12,6 +12,7 @@ import click
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.folded import size_of
 from hpc_elastic.base.text import ranges, ranks_text, time_text
 from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import (
@@ -383,7 +384,4 @@ def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None
 
 
 def has_anything(stream: LogStream) -> bool:
-    try:
-        return os.stat(stream.path).st_size > 0
-    except OSError:
-        return False
+    return bool(size_of(stream.path))

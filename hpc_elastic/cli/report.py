@@ -183,10 +183,12 @@ def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> s
 def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
     """The page, or the path at which it was written."""
     from hpc_elastic.report.render_html import render_html
+    from hpc_elastic.run.fold import relinked
 
     def made() -> str:
         links = ".." if output is None else Path(history.run_dir).as_uri()
-        return render_html(build_document(history, attempt=attempt), links=links)
+        page = render_html(build_document(history, attempt=attempt), links=links)
+        return relinked(page, Path(history.run_dir))
 
     if output == "-":
         return made()

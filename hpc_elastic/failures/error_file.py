@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,19 @@ class ErrorFile(Struct, frozen=True, kw_only=True):
         return bool(self.message or self.traceback)
 
 
-def read_error_file(path: Path | str, *, seek_traceback: bool = True) -> ErrorFile:
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def read_error_file(
+    path: Path | str, *, seek_traceback: bool = True, opener: Callable[[str], int] = _open
+) -> ErrorFile:
     """Read an error file of any origin and state. Never raises; reads at most 32 MiB and holds far less.
 
     `seek_traceback`: in a file of more than 2 MiB, too: some milliseconds.
     """
     try:
-        return _read(os.fspath(path), seek_traceback=seek_traceback)
+        return _read(opener(os.fspath(path)), seek_traceback=seek_traceback)
     except FileNotFoundError:
         return ErrorFile()
     except Exception as error:  # whatever it is, it must not hide the failure that is being looked at
@@ -101,8 +107,7 @@ def write_error_data(path: Path | str, data: Mapping[str, Any]) -> None:
     write_private(Path(path), json.dumps(data, default=str))
 
 
-def _read(path: str, *, seek_traceback: bool) -> ErrorFile:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _read(fd: int, *, seek_traceback: bool) -> ErrorFile:
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):

@@ -41,6 +41,7 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import reserve_room
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
 from hpc_elastic.run.attempt import AttemptInfo, LocalSupervisor
+from hpc_elastic.run.fold import fold_run
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.supervisor_events import AttemptStarted
@@ -59,6 +60,10 @@ BEGIN_SECONDS = 120.0
 
 _MOST_BYTES = 16 << 20
 """Most bytes that may wait to be written to stdout."""
+FOLD_SECONDS = 20.0
+"""Time for the files of a run that is over, while its allocation waits; what is left stays where it is."""
+LATE_FOLD_SECONDS = 3.0
+"""The same where Slurm's SIGKILL is near, or the user has asked for the end."""
 _JOB_LOG_SECONDS = 2.0
 """Time to wait for the job log at the end: it may lie on a mount that hangs."""
 _READ_SECONDS = 1e6
@@ -160,7 +165,21 @@ class _AttemptRun(Struct, eq=False):
         decision = conclude(context, result, files=self._files, is_hurried=is_hurried)
         end_with_commands(commands, result, decision, files=self._files, is_hurried=is_hurried)
         events.close(within=HUNG_SECONDS)
+        if decision.action is RequeueAction.END and not launcher.running():
+            self._fold(within=LATE_FOLD_SECONDS if result.signal_number is not None else FOLD_SECONDS)
         return decision
+
+    def _fold(self, *, within: float) -> None:
+        """Put the run's small files together: no process writes to them any more, and no attempt follows."""
+        by = self._clock.monotonic() + within
+
+        def is_late() -> bool:
+            return self._clock.monotonic() > by or self._signals.holds(_ENDING_SIGNALS)
+
+        try:
+            self._files.do(lambda: fold_run(self._paths, is_late=is_late), within=within + HUNG_SECONDS)
+        except OSError as error:
+            logger.info("the run's files stay as they are: %s", error)
 
     def _on_disk(self, action: Callable[[], T]) -> T:
         """Wait for a file operation before the attempt begins; a signal ends the wait on a filesystem that hangs."""

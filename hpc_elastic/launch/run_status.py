@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import read_bytes
+from hpc_elastic.base.folded import OUTPUT, is_folded
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import read_attempt
@@ -42,7 +43,7 @@ from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.slurm.notation import local_time
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, FoldedStore
 
 _LARGEST_RECORD = 16 << 20
 _LAST_LINES = 20
@@ -156,8 +157,8 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         problem = problem or str(error)
     record: RoundRecord | None = None
     try:
-        if attempt.store.is_dir():  # a store would be made otherwise
-            record = RoundLog(FileStore(attempt.store, clock=clock, largest=_LARGEST_RECORD), known["run_id"]).latest()
+        kind = FoldedStore if is_folded(attempt.root) or not attempt.store.is_dir() else FileStore  # which makes it
+        record = RoundLog(kind(attempt.store, clock=clock, largest=_LARGEST_RECORD), known["run_id"]).latest()
     except (OSError, HpcElasticError) as error:
         problem = problem or f"the rounds can't be read: {error}"
     if record is not None:
@@ -181,7 +182,8 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
     if looks_at_output and record is None and state is RunState.MEETING:
         known["opened_because"] = _why_no_step(known["job_log"])
     if record is not None and record.round >= 0:
-        known["rank_logs"] = str(attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log")
+        logs = attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log"
+        known["rank_logs"] = str(attempt.root / OUTPUT if is_folded(attempt.root) else logs)
         if known["steps"] is None and state is RunState.TRAINING:
             state = RunState.UP
         if looks_at_output and known["steps"] is None and state in (RunState.UP, RunState.SAVING):

@@ -18,11 +18,11 @@ from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import ask_about
+from hpc_elastic.base.folded import names_in, open_file, size_of
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 
 CHUNK = 64 << 10
 LONGEST_LINE = 64 << 10
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TRIES = 10
 _SMALLEST_CHUNK = 4096
 _MEMORY = 32 << 20
@@ -145,8 +145,10 @@ class OutputReader:
         has_asked = False
         for _ in range(_TRIES):
             fd = _open_or_none(self.path)
-            if fd is not None and self._inode is not None and os.fstat(fd).st_ino == self._inode:
-                return fd, True
+            if fd is not None and self._inode is not None:
+                info = os.fstat(fd)
+                if info.st_ino == self._inode or info.st_nlink == 0:  # folded meanwhile: the same bytes
+                    return fd, True
             full = _open_or_none(piece_path(self.path, self._number))
             if full is not None:
                 if fd is not None:
@@ -192,7 +194,7 @@ def last_lines_place(path: Path, count: int) -> Place:
     for number in (current, *reach):
         file = path if number == current else piece_path(path, number)
         try:
-            fd = os.open(file, _FLAGS)
+            fd = open_file(file)
         except FileNotFoundError:
             if number == current and reach:
                 continue
@@ -223,7 +225,7 @@ def last_lines_place(path: Path, count: int) -> Place:
 
 def _open_or_none(path: Path) -> int | None:
     try:
-        return os.open(path, _FLAGS)
+        return open_file(path)
     except FileNotFoundError:
         return None
 
@@ -231,7 +233,7 @@ def _open_or_none(path: Path) -> int | None:
 def _pieces(path: Path) -> list[int]:
     """The full pieces of an output; one question where it is not rotated."""
     try:
-        return find_pieces(path) if os.path.lexists(piece_path(path, 0)) else []
+        return find_pieces(path, names=names_in) if size_of(piece_path(path, 0)) is not None else []
     except OSError:
         return []
 

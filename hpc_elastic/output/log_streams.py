@@ -18,6 +18,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from hpc_elastic.base.folded import names_in, open_file, size_of
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
 from hpc_elastic.run.agent_events import RoundFinal
@@ -90,7 +91,7 @@ def read_layouts(attempt: AttemptPaths) -> dict[int, RoundLayout]:
 
 def _names(folder: Path) -> list[str]:
     try:
-        return os.listdir(folder)
+        return names_in(folder)
     except OSError:
         return []
 
@@ -164,11 +165,11 @@ def read_round_marks(round_dir: Path, *, offsets_ns: Mapping[int, int] | None = 
     """All nodes' entries, less how far each node's clock is ahead. Missing or torn ones are left out."""
     files: list[tuple[int, Path, int]] = []
     try:
-        with os.scandir(round_dir) as entries:
-            for entry in entries:
-                node = times_node(entry.name)
-                if node is not None:
-                    files.append((node, Path(entry.path), min(entry.stat(follow_symlinks=False).st_size, 2 * LARGEST)))
+        for name in names_in(round_dir):
+            node = times_node(name)
+            if node is not None:
+                path = round_dir / name
+                files.append((node, path, min(size_of(path) or 0, 2 * LARGEST)))
     except OSError:
         pass
     in_full = sum(size for _, _, size in files) <= _ALL_IN_FULL
@@ -187,7 +188,7 @@ def read_round_marks(round_dir: Path, *, offsets_ns: Mapping[int, int] | None = 
 
 def _end_of(path: Path, size: int) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_file(path)
     except OSError:
         return b""
     try:

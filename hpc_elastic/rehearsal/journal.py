@@ -15,8 +15,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.base.folded import open_file
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.paths import RunPaths, rank_index, round_index
+from hpc_elastic.output.log_streams import round_numbers, streams_of
+from hpc_elastic.run.paths import RunPaths
 
 Place = tuple[int, int]
 """(attempt, round): later ones are greater."""
@@ -139,7 +141,7 @@ class RunJournal:
     def _new_lines(self, path: Path) -> Iterator[bytes]:
         start = self._offsets.get(path, 0)
         try:
-            with open(path, "rb") as file:
+            with open(open_file(path), "rb") as file:
                 file.seek(start)
                 data = file.read()
         except OSError:
@@ -257,8 +259,6 @@ def is_close(one: float, other: float, tolerance: float) -> bool:
 def _outputs(paths: RunPaths) -> Iterator[tuple[Path, Place, int]]:
     """The workers' output files of all rounds, with the place and the rank of each."""
     for attempt in paths.begun_attempts():
-        for folder in sorted(attempt.root.glob("round-*/rank-*")):
-            index, rank = round_index(folder.parent.name), rank_index(folder.name)
-            if index is not None and rank is not None:
-                yield folder / "stdout.log", (attempt.number, index), rank
-                yield folder / "stderr.log", (attempt.number, index), rank
+        for index in round_numbers(attempt):
+            for stream in streams_of(attempt, index):
+                yield stream.path, (attempt.number, index), stream.rank

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.codec import readable_fields
 from hpc_elastic.base.files import Unreadable, ask_about, read_json
+from hpc_elastic.base.folded import names_in
 from hpc_elastic.base.text import cut_end, first_of
 from hpc_elastic.failures.classify import wording_of
 from hpc_elastic.failures.evidence import read_failure
@@ -158,9 +159,9 @@ def _reason(reported: WorkerFailure, known: dict[str, str]) -> str:
     return known[key]
 
 
-def _indices(folder: os.PathLike[str], parse: Callable[[str], int | None]) -> Iterable[int]:
+def _indices(folder: Path, parse: Callable[[str], int | None]) -> Iterable[int]:
     try:
-        names = os.listdir(folder)
+        names = names_in(folder)
     except OSError:
         return []
     return [number for number in map(parse, names) if number is not None]
@@ -307,7 +308,7 @@ def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
     """Each node's last summary: it is about the round that the node took part in last."""
     folder = paths.heartbeats(0).parent
     try:
-        names = [name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith(".")]
+        names = [name for name in names_in(folder) if name.endswith(".json") and not name.startswith(".")]
     except OSError:
         return
     for name in sorted(names):

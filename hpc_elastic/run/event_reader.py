@@ -20,7 +20,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
-from hpc_elastic.base.files import Owner, ask_about, has_long_number, open_checked, parse_json
+from hpc_elastic.base.files import Owner, ask_about, has_long_number, parse_json
+from hpc_elastic.base.folded import names_in, open_file
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
 from hpc_elastic.run.event_types import RunEvent, name_of
@@ -206,7 +207,7 @@ class EventFile:
 
     def _pread(self) -> bytes:
         try:
-            fd = open_checked(self._path, owner=Owner.ANY)  # a planted FIFO or link is not waited for
+            fd = open_file(self._path, owner=Owner.ANY)  # a planted FIFO or link is not waited for
         except (OSError, UnsafePathError):
             return b""
         half = LARGEST_FILE // 2
@@ -293,11 +294,11 @@ def event_files(folder: Path) -> list[Path]:
     """The files of an attempt's events, by name; empty where the folder is missing or unreadable."""
     try:
         try:
-            names = os.listdir(folder)
+            names = names_in(folder)
         except FileNotFoundError:
             if not ask_about(folder):
                 return []
-            names = os.listdir(folder)
+            names = names_in(folder)
     except OSError:
         return []
     return [folder / name for name in sorted(names) if name.endswith(".jsonl") and not name.startswith(".")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -56,10 +56,10 @@ def piece_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number:03d}")
 
 
-def find_pieces(path: Path) -> list[int]:
-    """The numbers of the full pieces of `path`, ascending. Raises OSError: its folder can't be listed."""
+def find_pieces(path: Path, *, names: Callable[[Path], Iterable[str]] = os.listdir) -> list[int]:
+    """The numbers of the full pieces of `path`, ascending. Raises what `names`, which lists its folder, raises."""
     found = []
-    for name in os.listdir(path.parent):
+    for name in names(path.parent):
         match = _NUMBER.search(name)
         if match is not None and name[: match.start()] == path.name:
             found.append(int(match[1]))

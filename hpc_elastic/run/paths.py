@@ -1,33 +1,6 @@
 """The layout of a run directory. Names only: nothing here touches the disk.
 
-::
-
-    <runs>/<run-id>/                     0700
-      run.json                           what was asked for (run/spec.py): immutable
-      preload.json                       what the fork servers import (run/preload.py)
-      secret                             0600: authenticates notifications (store/notifier.py)
-      job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
-      pace.json                          its best hour (run/slow_ranks.py)
-      nodes.json                         the evidence against nodes, and which are left out (run/node_score.py)
-      call.pkl  launcher.json            of a submitted function: see submission/call.py
-      latest -> attempt-000
-      attempt-000/                       one per execution of the job
-        attempt.json                     job id, nodes, versions, requeue armed or why not
-        store/                           rendezvous: its format is the store's own
-        events/<role>-<node>-<uid>.jsonl one writer per file
-        health/node-00012-<uid>          what an agent writes to see whether it can (agent/health.py)
-        heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
-        setup/node-00012.log             the end of what --setup printed
-        suspicions/now.json  node-00012.json  the run seems to hang (run/suspicions.py)
-        slow-ranks/now.json  node-00012.json  left-00012.json  ranks that the others wait for (run/slow_ranks.py)
-        round-000/times-node-00003       when what was printed (output/log_times.py)
-        round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt,
-                                           flight-recorder-12.json (agent/flight_recorder.py)
-        result.json                      how the attempt ended, and what was decided (run/attempt.py)
-        report.json report.txt report.html
-
-An array's run directory has ``task-<k>/`` for each of its tasks, and each is a run directory of its own, with a
-run.json, a secret, a job.log and attempts.
+docs/reference/files.md has the whole of it.
 """
 
 from __future__ import annotations

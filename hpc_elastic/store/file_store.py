@@ -23,7 +23,8 @@ from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FULL, is_refusal
-from hpc_elastic.base.files import check_private_dir, make_private_dir
+from hpc_elastic.base.files import check_private_dir, make_private_dir, read_bytes
+from hpc_elastic.base.folded import names_in
 from hpc_elastic.store.base import Store, StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900
@@ -329,6 +330,28 @@ class FileStore(Store):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(at, 0o700)  # also with a stale negative entry on NFS: the look-up said that it is not there
         self._folders.add(folder)
+
+
+class FoldedStore(FileStore):
+    """The store of a run that is over, to be read where its values were folded (`run.fold`). It is never created."""
+
+    def __init__(self, root: Path, *, clock: Clock, largest: int) -> None:
+        self._root = os.fspath(root)
+        self._clock = clock
+        self._largest = largest
+
+    def get(self, key: str) -> str | None:
+        path = self._path(key)
+        try:
+            return self._get(path) or _decode(read_bytes(Path(path), limit=self._largest or 0))
+        except FileNotFoundError:
+            return None
+
+    def list(self, folder: str) -> builtins.list[str]:
+        try:
+            return [name for name in names_in(self._path(folder)) if name[0] != "."]
+        except FileNotFoundError:
+            return []
 
 
 def _encode(value: str) -> bytes:

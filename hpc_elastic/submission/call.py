@@ -29,6 +29,7 @@ from msgspec import Struct, field
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Owner, ask_about, open_checked
+from hpc_elastic.base.folded import names_in
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths, rank_index, round_index
@@ -345,7 +346,7 @@ def newest_round(paths: RunPaths) -> RoundPlace | None:
 def _names(folder: Path) -> list[str]:
     ask_about(folder)
     try:
-        return os.listdir(folder)
+        return names_in(folder)
     except OSError:
         return []
 

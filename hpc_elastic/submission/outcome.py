@@ -12,6 +12,7 @@ from msgspec import Struct
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from hpc_elastic.base.files import read_bytes, read_json
+from hpc_elastic.base.folded import names_in
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 from hpc_elastic.launch.requeue import RequeueAction
@@ -208,7 +209,7 @@ def output(paths: RunPaths, rank: int, stream: str) -> str | None:
 
 def _whole(path: Path) -> str | None:
     try:
-        pieces = [piece_path(path, number) for number in find_pieces(path)]
+        pieces = [piece_path(path, number) for number in find_pieces(path, names=names_in)]
     except OSError:
         return None
     parts = []

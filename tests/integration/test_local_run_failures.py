@@ -131,7 +131,7 @@ def test_requeue_resumes_in_the_same_run_directory(tmp_path: Path) -> None:
         trained = run.moments("trained")
         assert {(value["attempt"], value["round"], value["rank"]) for value in trained} == {(1, 0, 0), (1, 0, 1)}
         assert {value["start"] for value in trained if value["rank"] == 0} == {3}
-        assert run.paths.latest.resolve() == run.attempt(1).root
+        assert not run.paths.latest.is_symlink(), "the run is over"
         assert "RuntimeError: the third step fails" in run.rank(0, attempt=0).stderr.read_text()
         (decision,) = run.events("requeue_decision", attempt=0)
         assert (decision["action"], decision["reason"].startswith("requeue 1 of 1")) == ("requeue", True)

@@ -25,6 +25,7 @@ from hpc_elastic.run.option_values import StartMethod
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE
 from tests.rigs.event_pairs import read_events
+from tests.rigs.folded_run import unfold
 from tests.rigs.processes import Process, all_processes, below, sockets_left, sockets_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +105,8 @@ class LocalRun:
     runs_dir: Path | None = None
     interpreter: Sequence[str] | None = None
     """The whole command line of the workers in place of the script."""
+    before: Sequence[str] = ()
+    """A program that starts the run's process, such as strace with its arguments."""
     prelude: str = "from stage import *\n"
     """The script's first lines; empty for a script that knows nothing of its test."""
     start_method: str = "spawn"
@@ -131,7 +134,7 @@ class LocalRun:
 
     def __enter__(self) -> LocalRun:
         nodes = str(self.nodes) if self.min_nodes is None else f"{self.min_nodes}-{self.nodes}"
-        command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", nodes]
+        command = [*self.before, sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", nodes]
         command += ["--nproc-per-node", str(self.nproc), "--runs-dir", str(self.runs)]
         command += ["--rdzv-conf", f"heartbeat_ttl={self.heartbeat_ttl:g}"]
         command += ["--max-requeues", "0", *self.options]
@@ -251,7 +254,8 @@ class LocalRun:
         return RunPaths(self._run_dir)
 
     def attempt(self, number: int = 0) -> AttemptPaths:
-        return self.paths.attempt(number)
+        """Its files where they were written, also when the run is over."""
+        return AttemptPaths(unfold(self.paths.attempt(number).root))
 
     def rank(self, rank: int, *, round_index: int = 0, attempt: int = 0) -> RankPaths:
         return self.attempt(attempt).rank(round_index, rank)

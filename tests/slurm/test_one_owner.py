@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.rigs.folded_run import unfold
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.slurm_runs import ALL_COME, SHORT, Run, SlurmRuns
@@ -19,7 +20,7 @@ def runs(cluster: SlurmCluster) -> SlurmRuns:
 
 def _steps(run: Run, attempt: int) -> list[float]:
     """When the attempt's ranks did their steps, by the machine's one clock."""
-    logs = run.root.glob(f"attempt-{attempt:03d}/round-*/rank-*/stdout.log")
+    logs = unfold(run.root / f"attempt-{attempt:03d}").glob("round-*/rank-*/stdout.log")
     return sorted(float(at) for log in logs for at in re.findall(r"^step \d+ at (\d+\.\d+)$", log.read_text(), re.M))
 
 

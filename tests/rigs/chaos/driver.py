@@ -21,6 +21,7 @@ from tests.rigs.chaos.evidence import Evidence, Injection, Recorder, host_node, 
 from tests.rigs.chaos.judge import complaints
 from tests.rigs.chaos.places import Place
 from tests.rigs.chaos.schedule import COORDINATOR, Action, Kind, Schedule, told
+from tests.rigs.folded_run import unfold
 
 RECOVERY_SECONDS = 150.0
 """Progress: after a burst all nodes work in one round again within this. Far above what it takes; see `recoveries`."""
@@ -297,6 +298,7 @@ class Chaos:
         return record is not None and record.status is Status.CLOSED
 
     def _gather_files(self, cluster: AgentCluster) -> None:
+        unfold(cluster.rounds())
         if not cluster.events().is_dir():
             return
         for path in sorted(cluster.events().glob("*.jsonl")):

@@ -1,0 +1,212 @@
+"""Folds the small files of a run that is over into two for each attempt; `base.folded` reads them there.
+
+A run of seconds leaves a file for each worker, stream, round, node and value of the store. Metadata servers and users
+count files, so the last process of the run puts them together. It may be killed at any step: the folded files are
+written and synced under other names first, renamed, and only then are those removed that are in them, so each file can
+be read at every moment. The next call goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from hpc_elastic.base.files import Unreadable, read_json, write_private
+from hpc_elastic.base.folded import LARGEST_PART, OUTPUT, RECORDS, head, read_parts
+from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
+
+LARGEST_OUTPUT = 1 << 20
+"""Bytes of a worker's output that is still folded; a larger one stays where it is."""
+MOST_OUTPUT = 64 << 20
+"""Bytes of ``output.log``, which is read with an editor."""
+_RECORDS = ("events", "heartbeats", "setup", "suspicions", "slow-ranks", "store")
+_USELESS = ("health",)
+_OUTPUT = re.compile(r"std(out|err)\.log(\.\d{3,9})?\Z")
+_OF_RANK = re.compile(r"error(\.original)?\.json\Z|error-replaced-\d+\.json\Z|stacks\.txt\Z")
+_LINK = re.compile(r'(attempt-\d{3,})/(round-\d{3,}/rank-\d{5,}/[\w.-]+)"')
+_OF_ROUND = re.compile(r"times-node-\d+\Z")
+
+
+class _File(Struct, frozen=True):
+    name: str
+    """Relative to the attempt's folder."""
+    size: int
+    is_link: bool
+
+
+def fold_run(paths: RunPaths, *, is_late: Callable[[], bool]) -> None:
+    """Fold all attempts of a run to which no process writes any more, and remove ``latest``.
+
+    `is_late` is asked between two files: there is no time for more. Raises OSError: no room, or the filesystem refuses;
+    nothing is lost.
+    """
+    is_call = (paths.root / "call.pkl").exists()  # programs have the paths of its ranks' files, as of submitit's
+    for attempt in paths.attempts():
+        if attempt.result_json.exists() and not is_late():
+            _fold_attempt(attempt, is_late, with_ranks=not is_call)
+    for attempt in paths.attempts():
+        try:
+            page = attempt.report_html.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue
+        if (now := relinked(page, paths.root)) != page:
+            write_private(attempt.report_html, now)
+    if paths.latest.is_symlink() and not is_late():
+        paths.latest.unlink()
+
+
+def relinked(page: str, root: Path) -> str:
+    """The page of a report with its links to folded files led to where they are now."""
+
+    def place(link: re.Match[str]) -> str:
+        attempt, name = root / link[1], link[2]
+        found = (folded for folded in (OUTPUT, RECORDS) if name in read_parts(attempt / folded))
+        return link[0] if (attempt / name).exists() else f'{link[1]}/{next(found, name)}"'
+
+    return _LINK.sub(place, page)
+
+
+def _fold_attempt(attempt: AttemptPaths, is_late: Callable[[], bool], *, with_ranks: bool) -> None:
+    root = attempt.root
+    if not (root / RECORDS).exists():
+        cause = _error_file_of_cause(attempt)
+        files = [file for file in _small_files(root, with_ranks=with_ranks) if root / file.name != cause]
+        outputs = sorted((file for file in files if _is_output(file)), key=lambda file: file.size)
+        total, chosen = 0, []
+        for file in outputs:
+            total += file.size
+            if file.size <= LARGEST_OUTPUT and total <= MOST_OUTPUT:
+                chosen.append(file)
+        chosen.sort(key=lambda file: file.name)
+        records = [file for file in files if not _is_output(file) and file.size <= LARGEST_PART]
+        for name, some in ((OUTPUT, chosen), (RECORDS, records)):
+            if (some or name == RECORDS) and not _write(root, name, some, is_late):
+                return
+    for name in (OUTPUT, RECORDS):
+        parts = read_parts(root / name)
+        for part, (_, size) in sorted(parts.items(), key=_by_removal):
+            if is_late():
+                return
+            _remove(root / part, size)
+    _remove_folders(root)
+
+
+def _error_file_of_cause(attempt: AttemptPaths) -> Path | None:
+    """The file that the report names, for programs that look there as they do after torchrun."""
+    report = read_json(attempt.report_json)
+    verdict = report.get("verdict") if not isinstance(report, Unreadable) else None
+    try:
+        return attempt.rank(int(verdict["round"]), int(verdict["failure"]["global_rank"])).error_file  # type: ignore[index]
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _by_removal(part: tuple[str, tuple[int, int]]) -> tuple[bool, str]:
+    """The log last, its newest record at the end: until then the store shows that the run is closed."""
+    return part[0].startswith("store/log/"), part[0]
+
+
+def _is_output(file: _File) -> bool:
+    return _OUTPUT.match(os.path.basename(file.name)) is not None
+
+
+def _small_files(root: Path, *, with_ranks: bool) -> Iterator[_File]:
+    for name in sorted(os.listdir(root)):
+        if name in _RECORDS:
+            yield from _below(root, name)
+        elif round_index(name) is not None:
+            for entry in _entries(root / name):
+                if _OF_ROUND.match(entry.name):
+                    yield from _file(entry, name)
+                elif with_ranks and rank_index(entry.name) is not None and entry.is_dir(follow_symlinks=False):
+                    yield from _of_rank(root / name / entry.name, f"{name}/{entry.name}")
+
+
+def _of_rank(folder: Path, name: str) -> Iterator[_File]:
+    """A folder that holds anything else, such as a dump of the flight recorder, stays whole."""
+    entries = _entries(folder)
+    if all(_OUTPUT.match(entry.name) or _OF_RANK.match(entry.name) for entry in entries):
+        for entry in entries:
+            yield from _file(entry, name)
+
+
+def _below(root: Path, name: str) -> Iterator[_File]:
+    for entry in _entries(root / name):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(root, f"{name}/{entry.name}")
+        elif not entry.name.startswith("."):
+            yield from _file(entry, name, may_be_link=name.startswith("store"))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def _file(entry: os.DirEntry[str], folder: str, *, may_be_link: bool = False) -> Iterator[_File]:
+    info = entry.stat(follow_symlinks=False)
+    is_link = stat.S_ISLNK(info.st_mode)
+    is_file = stat.S_ISREG(info.st_mode) or (is_link and may_be_link)
+    if is_file and info.st_uid == os.geteuid() and "\n" not in entry.name:
+        yield _File(f"{folder}/{entry.name}", info.st_size, is_link)
+
+
+def _write(root: Path, name: str, files: Collection[_File], is_late: Callable[[], bool]) -> bool:
+    """Write one folded file. Returns whether there was the time."""
+    temporary = root / f".{name}"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600), "wb") as to:
+            for file in files:
+                if is_late():
+                    temporary.unlink()
+                    return False
+                data = _content(root / file.name, file)
+                to.write(head(file.name, len(data)) + data + b"\n")
+            to.flush()
+            os.fsync(to.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    os.replace(temporary, root / name)
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return True
+
+
+def _content(path: Path, file: _File) -> bytes:
+    if file.is_link:
+        return os.readlink(os.fsencode(path))
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source:
+        return source.read(file.size)
+
+
+def _remove(path: Path, size: int | None = None) -> None:
+    """Remove a file, unless it has another size than when it was folded."""
+    try:
+        if size in (None, os.lstat(path).st_size):
+            path.unlink()
+    except OSError:
+        pass  # an earlier call removed it; what refuses is read from where it is
+
+
+def _remove_folders(root: Path) -> None:
+    """Remove the folders that are empty now; the rest of `_USELESS`, and of killed processes, with them."""
+    for name in os.listdir(root):
+        if name in (*_RECORDS, *_USELESS) or round_index(name) is not None:
+            for folder, _, names in os.walk(root / name, topdown=False):
+                for left in names:
+                    if name in _USELESS or (name == "store" and left.startswith(".") and not left.startswith(".nfs")):
+                        _remove(Path(folder, left))
+                try:
+                    os.rmdir(folder)
+                except OSError:
+                    pass  # something stays in it
