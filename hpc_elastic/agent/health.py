@@ -326,10 +326,13 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
     The file stays for the next time; the server's stamp is compared with `clock`.
     """
     text = os.urandom(16).hex().encode()
-    folder = str(path.parent)
+    folder, flags = str(path.parent), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        make_private_dir(path.parent)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            make_private_dir(path.parent)
+            fd = os.open(path, flags, 0o600)
         try:
             before = clock.time_ns()
             os.pwrite(fd, text, 0)

@@ -22,7 +22,7 @@ from hpc_elastic.agent.socket_watch import SocketWatch
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, WorkerSlot
 from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.base.file_executor import is_refusal
-from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.base.files import check_private_dir, make_private_dir
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.classify import signal_of
@@ -116,9 +116,15 @@ class LocalWorkers:
         """
 
         def make_folders() -> None:
-            make_private_dir(self._site.attempt.round_dir(self.round))
             for local_rank in range(self.layout.local_world_size):
-                make_private_dir(self.paths_of(local_rank).root)
+                folder = self.paths_of(local_rank).root
+                try:
+                    os.mkdir(folder, 0o700)  # in a folder that only this user may enter
+                except FileNotFoundError:
+                    make_private_dir(folder.parent)
+                    make_private_dir(folder)
+                except FileExistsError:
+                    check_private_dir(folder)
 
         self._is_wrapped = is_wrapped
         self._were_ended()  # in an earlier round: no news

@@ -44,6 +44,7 @@ from hpc_elastic.workers.tree import TAG_VARIABLE
 logger = logging.getLogger(__name__)
 
 CLOSE_LOGS_SECONDS = 5.0
+EVENTS_TOGETHER_SECONDS = 0.2
 METRICS_SECONDS = 0.5
 HUNG_LOGS_SECONDS = 1.0
 """The same where the filesystem has shown that it does not answer."""
@@ -221,7 +222,14 @@ class _Output(Struct, frozen=True, kw_only=True):
             duplicate_filters=filters,
         )
         events = EventLog(
-            me.paths.events, role="agent", host=me.host, node=me.node, uid=me.short_uid, clock=clock, files=files
+            me.paths.events,
+            role="agent",
+            host=me.host,
+            node=me.node,
+            uid=me.short_uid,
+            clock=clock,
+            files=files,
+            together=EVENTS_TOGETHER_SECONDS,
         )
         events.write(AgentStarted(pid=os.getpid(), version=__version__))
         return cls(me=me, clock=clock, files=files, job_log=job_log, pump=pump, events=events)

@@ -273,6 +273,8 @@ class WorkerEvidence(Struct, eq=False):
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
         """It was about to end, or hung in its shutdown."""
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
+        if slot.output is not None and slot.output.is_stderr_empty:
+            return None
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
             return None
         failure = _describe(slot, facts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import _thread
 import errno
 import logging
+import math
 import resource
 import threading
 from collections import deque
@@ -134,19 +135,27 @@ class FileExecutor:
         self._name = name
         self._clock = clock or SystemClock()
         self._queue: deque[Callable[[], object] | None] = deque()
+        self._later: deque[tuple[float, Callable[[], object]]] = deque()
         self._changed = threading.Condition()
         self._since: float | None = None
         self._failed = ""
         self._thread: threading.Thread | None = None
 
-    def post(self, action: Callable[[], object]) -> None:
-        """Queue `action`; its exceptions are logged. Never blocks."""
-        self._put(action)
+    def post(self, action: Callable[[], object], *, after: float = 0.0) -> None:
+        """Queue `action`, or have it queued `after` seconds; its exceptions are logged. Never blocks."""
+        if not after:
+            self._put(action)
+            return
+        with self._changed:
+            self._later.append((self._clock.monotonic() + after, action))
+            self._begin()
 
     def close(self, within: float) -> bool:
         """End the thread when everything posted is done; nothing may be posted any more. Returns whether it ended."""
         if self._thread is None:
             return True
+        with self._changed:
+            self._queue_later(math.inf)
         self._put(None)
         self._thread.join(max(0.0, within))
         return not self._thread.is_alive()
@@ -154,10 +163,19 @@ class FileExecutor:
     def _put(self, action: Callable[[], object] | None) -> None:
         with self._changed:
             self._queue.append(action)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _queue_later(self, now: float) -> float | None:
+        """Queue what is due. Returns seconds until the next action is."""
+        while self._later and self._later[0][0] <= now:
+            self._queue.append(self._later.popleft()[1])
+        return self._later[0][0] - now if self._later else None
 
     def do(
         self,
@@ -225,6 +243,8 @@ class FileExecutor:
 
     def settle(self, within: float) -> bool:
         """Wait until everything posted is done. Returns whether it is."""
+        with self._changed:
+            self._queue_later(math.inf)
         try:
             self.do(lambda: None, within=within)
         except FilesystemHangsError:
@@ -234,8 +254,11 @@ class FileExecutor:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._queue:
-                    self._changed.wait()
+                while True:
+                    next_in = self._queue_later(self._clock.monotonic())
+                    if self._queue:
+                        break
+                    self._changed.wait(next_in)
                 action = self._queue.popleft()
             if action is None:
                 return

@@ -205,6 +205,8 @@ def _open_for_append(path: Path) -> int:
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would block the open
     try:
+        return os.open(path, flags | os.O_EXCL, 0o600)
+    except FileExistsError:
         fd = os.open(path, flags, 0o600)
     except FileNotFoundError:
         for folder in (path.parent.parent, path.parent):

@@ -195,12 +195,15 @@ class TimesFile:
     def _open(self) -> None:
         if self._fd >= 0:
             return
-        self._fd = os.open(self.path, _FLAGS, 0o600)
-        info = os.fstat(self._fd)
-        if info.st_uid != os.geteuid():
-            raise UnsafePathError(f"{self.path} belongs to uid {info.st_uid}, not to you")
-        os.fchmod(self._fd, 0o600)
-        self._size = info.st_size
+        try:
+            self._fd, self._size = os.open(self.path, _FLAGS | os.O_EXCL, 0o600), 0
+        except FileExistsError:
+            self._fd = os.open(self.path, _FLAGS, 0o600)
+            info = os.fstat(self._fd)
+            if info.st_uid != os.geteuid():
+                raise UnsafePathError(f"{self.path} belongs to uid {info.st_uid}, not to you") from None
+            os.fchmod(self._fd, 0o600)
+            self._size = info.st_size
         if not self._size:
             self._size = os.pwrite(self._fd, HEADER, 0)
 

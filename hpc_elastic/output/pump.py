@@ -73,6 +73,10 @@ class WorkerOutput:
         self._stderr = stderr
 
     @property
+    def is_stderr_empty(self) -> bool:
+        return not self._stderr.written
+
+    @property
     def unwritten(self) -> bytes:
         """The end of its stderr that a full disk refused; nothing where none was."""
         return self._stderr.kept

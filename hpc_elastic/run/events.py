@@ -41,12 +41,13 @@ class EventLog:
         uid: str,
         clock: Clock,
         files: FileExecutor | None = None,
+        together: float = 0.0,
     ) -> None:
         """Create the file, and `folder` where it is missing.
 
         `uid` distinguishes this writer from an earlier one of the same role and node. `files` is the thread that
         writes, for a caller that must not wait for a disk; without it `write` writes itself, and UnsafePathError or
-        OSError is raised here.
+        OSError is raised here. Events of `together` seconds are written at once: each write asks the file server twice.
         """
         self._folder = folder
         self._path = folder / f"{role}-{node:05d}-{uid}.jsonl"
@@ -58,7 +59,7 @@ class EventLog:
         self._offset = 0
         self._exists = False
         self._closed = False
-        self._files = files
+        self._files, self._together = files, together
         self._flush_is_due = False
         if files is None:
             self._create()
@@ -85,7 +86,7 @@ class EventLog:
             self._flush()
         elif not self._flush_is_due:
             self._flush_is_due = True
-            self._files.post(self._flush)
+            self._files.post(self._flush, after=self._together)
 
     def _flush(self) -> None:
         self._flush_is_due = False

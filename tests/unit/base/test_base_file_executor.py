@@ -117,3 +117,17 @@ def test_a_log_of_events_is_closed_in_time_although_the_disk_hangs(tmp_path: Pat
     began = time.monotonic()
     events.close(within=0.1)
     assert time.monotonic() - began < 5
+
+
+def test_what_may_wait_is_done_together_and_at_once_when_it_has_to_be() -> None:
+    files, seen = FileExecutor(), []
+    for number in range(3):
+        files.post(lambda number=number: seen.append(number), after=60.0)
+    assert files.do(lambda: list(seen), within=10) == []
+    assert files.settle(10)
+    assert seen == [0, 1, 2]
+    files.post(lambda: seen.append(3), after=0.01)
+    deadline = time.monotonic() + 10
+    while len(seen) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert seen == [0, 1, 2, 3]
