@@ -65,10 +65,12 @@ def test_of_a_strangers_run_text_is_shown_and_its_owner_is_named(attacker: User,
         "attempt-000/events",
         "attempt-000/round-000/rank-00000/stdout.log",
         "attempt-000/store",
+        "attempt-000/output.log",
+        "attempt-000/records.log",
     ],
 )
 def test_nothing_waits_for_a_planted_fifo(attacker: User, victim: User, planted: Path, name: str) -> None:
-    attacker.run(["sh", "-ec", 'rm -rf "$0"; mkfifo -m 666 "$0"', str(planted / name)], check=True)
+    attacker.run(["sh", "-ec", 'mkdir -p "${0%/*}"; rm -rf "$0"; mkfifo -m 666 "$0"', str(planted / name)], check=True)
     look(victim, planted)
 
 
@@ -77,7 +79,9 @@ def test_links_to_the_victims_own_files_show_nothing_that_is_no_run(
 ) -> None:
     """As a link is followed with the victim's rights: what lies behind must not be printed as if it were a run's."""
     victim.python("open('precious', 'w').write('PRECIOUS')")
-    for name in ("run.json", "attempt-000/report.txt", "attempt-000/round-000/rank-00000/stdout.log", "job.log"):
+    place = "attempt-000/round-000/rank-00000"
+    attacker.run(["mkdir", "-p", str(planted / place)], check=True)
+    for name in ("run.json", "attempt-000/report.txt", f"{place}/stdout.log", "attempt-000/output.log", "job.log"):
         attacker.run(["ln", "-sf", str(victim.home / "precious"), str(planted / name)], check=True)
     assert "PRECIOUS" not in look(victim, planted)
 
@@ -146,7 +150,8 @@ def name_job(owner: User, run_dir: Path) -> None:
         for path in (*root.glob("*.json"), *root.glob("attempt-000/*.json")):
             value = json.loads(path.read_text())
             path.write_text(json.dumps({**value, "job_id": "4711", "cluster": "slurm"}))
-        os.unlink(root / "attempt-000/result.json")
+        for name in ("result.json", "records.log"):
+            os.unlink(root / "attempt-000" / name)
         """,
         run_dir,
     )
