@@ -35,7 +35,7 @@ from hpc_elastic.cli import main as cli  # noqa: E402
 from hpc_elastic.failures import patterns  # noqa: E402
 from hpc_elastic.launch import signals  # noqa: E402
 from hpc_elastic.options.run_request import ALL_OPTIONS, default_of  # noqa: E402
-from hpc_elastic.options.table import Keys, key_of, variable_of  # noqa: E402
+from hpc_elastic.options.table import Keys, key_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events  # noqa: E402
@@ -110,7 +110,9 @@ Agents and workers read none of this: a run's values are in its run.json.
 
 ## Keys
 
-[The command line](cli.md#submit) says what each one means.
+[The command line](cli.md#submit) says what each one means. Here stand torchrun's variable in brackets, the value, and
+the default behind a semicolon. A key's own variable is `HPC_ELASTIC_` and its name: `max-restarts` is
+`HPC_ELASTIC_MAX_RESTARTS`.
 """
 
 SIGNALS_INTRODUCTION = """\
@@ -142,8 +144,9 @@ KNOWN_INTRODUCTION = """\
 <!-- Written by docs/generate.py from the tables in hpc_elastic/failures/patterns.py; do not edit. -->
 
 These texts are searched in an exception's text and in what it was raised from, else in the last lines of stderr.
-Upper and lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits counts.
-Each row shows one of its texts; hpc_elastic/failures/patterns.py has all. A *symptom* is what a healthy rank reports
+Upper
+and lower case are alike, and `*` stands for at most 200 characters of a line. One text of each is shown;
+hpc_elastic/failures/patterns.py has all, in the order in which they count. A *symptom* is what a healthy rank reports
 when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the script's. *final*: another
 try would not help. *suspect*: the node's hardware is.
 
@@ -216,18 +219,17 @@ _ENTRY = re.compile(r"^  -[^\n]*\n?(?:^   [^\n]*\n?)*", re.MULTILINE)
 
 
 def configuration_page() -> str:
-    """Every key, as a table. What it means is on the page of the command line."""
-    lines = ["| key | variable | value, default |", "| --- | --- | --- |"]
+    """Every key with its value. What it means is on the page of the command line."""
+    lines = []
     for option in Keys(ALL_OPTIONS).options():
         if not option.in_files or not option.help:
             continue
-        variables = [f"`{name}`" for name in (variable_of(option), option.env) if name]
-        value = "true or false" if option.metavar is None else f"`{option.metavar}`".replace("|", "\\|")
+        value = "true or false" if option.metavar is None else f"`{option.metavar}`"
         value += ", or several" if option.repeatable else ", or true" if option.optional_value else ""
         default = default_of(option)
         if default is not None:
-            value += f", `{str(default).lower() if isinstance(default, bool) else default}`"
-        lines.append(f"| `{key_of(option)}` | {', '.join(variables)} | {value} |")
+            value += f"; `{str(default).lower() if isinstance(default, bool) else default}`"
+        lines.append(f"- `{key_of(option)}`{f' (`{option.env}`)' if option.env else ''}: {value}")
     return "\n".join([CONFIGURATION_INTRODUCTION, *lines, ""])
 
 
@@ -292,20 +294,23 @@ def _who_requeues(row: signals.Reaction, words: list[str]) -> str:
 
 
 def known_failures_page() -> str:
-    """The words that are known, as tables."""
-    lines = ["| what happened | class | a text of it |", "| --- | --- | --- |"]
+    """What is known, by class, each with a text of it."""
+    by_kind: dict[str, list[str]] = {}
     for row in patterns.PATTERNS:
-        texts = f"`{row.any_of[0]}`"
         kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
         kind += ("" if row.retryable else ", final") + (", suspect" if row.node_suspect else "")
-        lines.append(f"| {row.says} | {kind} | {texts} |")
+        by_kind.setdefault(kind, []).append(f"- {row.says}: `{row.any_of[0]}`")
     for name, says in patterns.SYMPTOM_TYPES.items():
-        lines.append(f"| {says} | symptom | an exception of type `{name}` that torch's process group raised |")
-    xids = ["| Xid | what happened | class |", "| --- | --- | --- |"]
-    for number, (failure_class, suspect, says) in patterns.XIDS.items():
-        xids.append(f"| {number} | {says} | {failure_class.value}{', suspect' if suspect else ''} |")
+        by_kind.setdefault("symptom", []).append(f"- {says}: an exception of type `{name}` of torch's process group")
+    lines = [line for kind, rows in by_kind.items() for line in (f"### {kind}\n", *rows, "")]
+    xids = [
+        f"- {number}: {says} ({failure_class.value}{', suspect' if suspect else ''})"
+        for number, (failure_class, suspect, says) in patterns.XIDS.items()
+    ]
     heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
-    return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, "", VERDICTS_INTRODUCTION, verdicts_table(), ""])
+    return "\n".join(
+        [KNOWN_INTRODUCTION, "## Texts\n", *lines, heading, *xids, "", VERDICTS_INTRODUCTION, verdicts_table(), ""]
+    )
 
 
 def verdicts_table() -> str:
@@ -348,9 +353,9 @@ COMMON_FIELDS = ("round", "reason", "restarts_used", "node", "host", "name")
 
 
 def events_table(module: ModuleType) -> str:
-    """A module's events: what each says, and its fields."""
+    """A module's events, one an item: what each says, and its fields."""
     words = words_of_fields(Path(str(module.__file__)))
-    lines = ["| event | says | fields |", "| --- | --- | --- |"]
+    lines = []
     for kind in vars(module).values():
         if not (isinstance(kind, type) and issubclass(kind, RunEvent) and kind.__module__ == module.__name__):
             continue
@@ -361,7 +366,9 @@ def events_table(module: ModuleType) -> str:
                 (texts[-1][0], "as in the [error file](json.md#the-error-file)")
             ]
         fields = ", ".join(f"`{name}`" + (f" ({text})" if text else "") for name, text in texts)
-        lines.append(f"| `{name_of(kind)}` | {' '.join(str(kind.__doc__).split())} | {fields} |")
+        lines.append(
+            f"- **`{name_of(kind)}`**: {' '.join(str(kind.__doc__).split())}{f' Fields: {fields}' if fields else ''}"
+        )
     return "\n".join([*lines, ""])
 
 

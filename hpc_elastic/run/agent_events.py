@@ -18,13 +18,13 @@ class AgentStarted(AgentEvent, frozen=True, kw_only=True):
 
 
 class StartRefused(AgentEvent, frozen=True, kw_only=True):
-    """The agent can't do what the run's options ask for, and ends with exit code 2: no node's fault where all do so."""
+    """The agent can't do what the run's options ask for, and ends with 2."""
 
     reason: str = ""
 
 
 class UserCommandEnded(AgentEvent, frozen=True, kw_only=True):
-    """A command of the user's own has ended: `--setup`, `--after` or `--notify`; of the supervisor too."""
+    """A command of the user's own has ended; of the supervisor too."""
 
     command: str
     """``setup``, ``after`` or ``notify``"""
@@ -83,12 +83,12 @@ class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
     round: int
     pids: tuple[int, ...] = ()
     rendezvous_seconds: float | None = None
-    """from the request to join until the round was final, the health check included"""
+    """until the round was final"""
     start_seconds: float | None = None
     restart_seconds: float | None = None
-    """from the first order to the old workers to end, until the new ones ran; null in a node's first round"""
+    """from the old workers' stop until the new ones ran; null in a first round"""
     started_fresh: str = ""
-    """with `--start-method forkserver`: why some of them are no forks of the server"""
+    """why some of them are no forks"""
     cpus: tuple[str, ...] = ()
     """with `--numa-binding`: the CPUs of each worker, by local rank"""
 
@@ -105,7 +105,7 @@ class ForkServerReady(AgentEvent, frozen=True, kw_only=True):
 
 
 class ForkServerEnded(AgentEvent, frozen=True, kw_only=True):
-    """The fork server of this node is gone, or useless from now on; another one takes its place."""
+    """The fork server of this node is gone or useless; another one takes its place."""
 
     reason: str = ""
 
@@ -216,7 +216,7 @@ class InProcessGaveUp(AgentEvent, frozen=True, kw_only=True, tag="ring_gave_up")
 
 
 class PlatformFailure(AgentEvent, frozen=True, kw_only=True):
-    """Something of this package failed, as the process that serves the workers' TCPStore; of the supervisor too."""
+    """Something of this package failed, such as the workers' TCPStore; of the supervisor too."""
 
     round: int
     node: int | UnsetType = UNSET
@@ -236,11 +236,11 @@ class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
 
 
 class HangSuspected(AgentEvent, frozen=True, kw_only=True):
-    """The run seems to hang, and no heartbeat of its workers says more; by the agent of group rank 0."""
+    """The run seems to hang; by the agent of group rank 0."""
 
     round: int
     source: str = ""
-    """``kernel``: by CPU time, bytes and context switches of all workers; ``nccl``: by the answers of NCCL's RAS"""
+    """``kernel``, or ``nccl``: by NCCL's RAS"""
     ranks: tuple[int, ...] = ()
     """those that the others wait for, where that is known"""
     reason: str = ""
@@ -308,7 +308,7 @@ class RankState(Struct, frozen=True, kw_only=True):
 
 
 class StacksTaken(AgentEvent, frozen=True, kw_only=True):
-    """The stacks of the workers here when they were ended because of a hang, or since only symptoms were known."""
+    """The stacks of the workers here, after a hang or if only symptoms were known."""
 
     round: int
     groups: tuple[RankStack, ...] = ()
@@ -320,11 +320,11 @@ class StacksTaken(AgentEvent, frozen=True, kw_only=True):
     states: tuple[RankState, ...] = ()
     """`rank`, `state`: the kernel's state of those"""
     beats: tuple[RankHeartbeat, ...] = ()
-    """`rank`, `local_rank`, `step`, `section`, `age`, `count` of each worker's heartbeats when it was ended"""
+    """`rank`, `local_rank`, `step`, `section`, `age`, `count` of each worker's heartbeats"""
 
 
 class RanksObserved(AgentEvent, frozen=True, kw_only=True):
-    """The activity of each rank here when the round broke, where every failure here is a symptom, or a rank hung."""
+    """The activity of each rank here when the round broke with symptoms alone, or a hang."""
 
     round: int
     ranks: tuple[Activity, ...] = ()
@@ -377,7 +377,7 @@ class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     left: tuple[int, ...] = ()
     """pids that could not be ended"""
     orphans: tuple[str, ...] = ()
-    """name and pid of processes that outlived a worker which had ended by itself, and were ended"""
+    """name and pid of processes that outlived a worker, and were ended"""
     ends: tuple[OwnEnd, ...] = ()
     """`rank`, `exitcode`, `ended_ns`, `ended_uptime_ns`, `stopped` (workers were being ended by then) of each worker
     that the agent's signal did not end, one that ended with 0 included; of that one `logged`, the exception that it
@@ -420,7 +420,7 @@ class StreamLoss(Struct, frozen=True, kw_only=True):
 
 
 class OutputLost(AgentEvent, frozen=True, kw_only=True):
-    """Written when the loss had stopped for 10 s, every 10 minutes, and at the end."""
+    """Output of workers was lost; written 10 s after it, every 10 minutes, and at the end."""
 
     reason: str = ""
     not_in_files: int = 0
@@ -432,7 +432,7 @@ class OutputLost(AgentEvent, frozen=True, kw_only=True):
 
 
 class FilesystemRefused(AgentEvent, frozen=True, kw_only=True):
-    """The shared filesystem refused this agent, or was full, for more than a second; of the supervisor too."""
+    """The shared filesystem refused this process, or was full, for more than a second."""
 
     error: str = ""
     path: str = ""
@@ -444,6 +444,6 @@ class FilesystemRefused(AgentEvent, frozen=True, kw_only=True):
 
 
 class EventsDropped(AgentEvent, frozen=True, kw_only=True):
-    """Lines that were lost while the disk was full; the supervisor writes this too."""
+    """Lines that were lost while the disk was full."""
 
     count: int = 0

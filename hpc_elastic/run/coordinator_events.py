@@ -108,7 +108,7 @@ class LinkLost(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class NodesAsked(CoordinatorEvent, frozen=True, kw_only=True):
-    """Nodes fell silent on the network and are asked through the files whether they live, or have answered."""
+    """Silent nodes are asked through the files, or have answered."""
 
     reason: str = ""
     restarts_used: int | None = None
@@ -152,7 +152,7 @@ class StepAgreed(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class RestartDecided(CoordinatorEvent, frozen=True, kw_only=True, tag="restart_decision"):
-    """The decision after a round, in earlier versions: `round_frozen` of the next round or `closed` contains it now."""
+    """The decision after a round, in earlier versions."""
 
     action: str = ""
     """`restart`; `continue`: costs no restart; `close`"""

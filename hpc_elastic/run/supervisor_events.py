@@ -118,7 +118,7 @@ class RequeueDecided(SupervisorEvent, frozen=True, kw_only=True, tag="requeue_de
 
 
 class NodesCompared(SupervisorEvent, frozen=True, kw_only=True, tag="nodes_differ"):
-    """Slurm and the run disagree about the job's nodes; both lists are empty when they agree again."""
+    """Slurm and the run disagree about the job's nodes; empty lists: no longer."""
 
     taken: tuple[str, ...] = ()
     """used by the run, and not in the job any more"""
@@ -159,7 +159,7 @@ class AttemptEnded(SupervisorEvent, frozen=True, kw_only=True):
 
 
 class EndTakenOver(SupervisorEvent, frozen=True, kw_only=True):
-    """The supervisor did not finish the attempt, and another node writes the verdict and requeues or ends the job."""
+    """Another node finishes the attempt for the supervisor."""
 
     by: str = ""
     """the agent's id"""
