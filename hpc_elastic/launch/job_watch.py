@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import Inbox, start_thread
@@ -67,36 +67,34 @@ class SlurmQuestion(Inbox[T | SlurmError]):
             self.put(error)
 
 
-class EndClaim:
+class EndClaim(Struct, eq=False):
     """Claims the right to finish the closed attempt: Slurm confirms it, or no other process claims it for long."""
 
-    def __init__(
-        self,
-        allocation: Callable[[], Allocation],
-        ask: Callable[[Callable[[Participant], None]], None],
-        *,
-        clock: Clock,
-        start: Start = start_thread,
-    ) -> None:
-        self._question = SlurmQuestion(allocation, start)
-        self._ask = ask
-        self._clock = clock
-        self._deadline = self._ask_at = 0.0
-        """Times when the end is claimed without Slurm's answer, and when Slurm is asked again."""
-        self._has_warned = False
-        self.due: float | None = None
-        """When to call `step` next, monotonic; None: not begun, or over."""
+    allocation: Callable[[], Allocation]
+    ask: Callable[[Callable[[Participant], None]], None]
+    clock: Clock
+    start: Start = start_thread
+    due: float | None = None
+    """When to call `step` next, monotonic; None: not begun, or over."""
+    _question: SlurmQuestion[Allocation] = UNSET  # type: ignore[assignment]
+    _deadline: float = 0.0
+    """When the end is claimed without Slurm's answer."""
+    _ask_at: float = 0.0
+    _has_warned: bool = False
+
+    def __post_init__(self) -> None:
+        self._question = SlurmQuestion(self.allocation, self.start)
 
     def fileno(self) -> int:
         return self._question.fileno()
 
     def begin(self) -> None:
-        self._deadline = self.due = self._clock.monotonic() + END_UNCONFIRMED
-        self._ask(lambda participant: participant.ending.announce_claim())
+        self._deadline = self.due = self.clock.monotonic() + END_UNCONFIRMED
+        self.ask(lambda participant: participant.ending.announce_claim())
         self._question.ask()
 
     def step(self) -> None:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         answer = self._question.answer()
         if self.due is None:
             return
@@ -116,7 +114,7 @@ class EndClaim:
     def claim(self) -> None:
         """Claim without asking: Slurm's own signal has come, so Slurm reaches this node."""
         self.stop()
-        self._ask(lambda participant: participant.ending.may_claim())
+        self.ask(lambda participant: participant.ending.may_claim())
 
     def stop(self) -> None:
         self.due = None

@@ -55,12 +55,14 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
     made: tuple[Path, ...] = ()
     try:
         made = make_runs_dir(runs)
-        _check_new(paths.root)
         make_private_dir(paths.root, exist_ok=False)
     except BaseException as error:
         _remove_empty(made)
         if isinstance(error, FileExistsError):
-            raise UsageError(f"the run directory {paths.root} exists already; choose another --run-id") from None
+            what = "a symbolic link" if paths.root.is_symlink() else "there already"
+            raise UsageError(
+                f"the run directory {paths.root} is {what}; choose another --run-id, or remove it"
+            ) from None
         if isinstance(error, OSError):
             raise _failed(paths.root, error) from None
         raise
@@ -152,15 +154,6 @@ def _check_runs_dir(runs: Path) -> None:
         raise UsageError(
             f"{runs} has {free >> 10} KiB free, too little for a run; free some, or give another folder with --runs-dir"
         )
-
-
-def _check_new(path: Path) -> None:
-    try:
-        info = os.lstat(path)
-    except FileNotFoundError:
-        return
-    what = "a symbolic link" if stat.S_ISLNK(info.st_mode) else "there already"
-    raise UsageError(f"the run directory {path} is {what}; choose another --run-id, or remove it")
 
 
 def _failed(path: Path, error: OSError) -> UsageError:

@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
+from msgspec import UNSET, Struct, field
+
 from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.folded import is_folded
@@ -77,53 +79,47 @@ def agent_state(
     return AgentState.ALIVE if has_answered else AgentState.AWAITED
 
 
-class EarlierAttempt:
+class EarlierAttempt(Struct, eq=False, kw_only=True):
     """One earlier attempt, for the supervisor that takes the run over. Every method may raise OSError."""
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        run_id: str,
-        intervals: PollIntervals,
-        clock: Clock,
-        number: int = 0,
-        nodes: Sequence[str] = (),
-    ) -> None:
-        self._store = store
-        self._run_id = run_id
-        self._intervals = intervals
-        self._clock = clock
-        self._nodes = nodes
-        self._heartbeats = HeartbeatAges(store)
-        self._answered: set[str] = set()
-        self._closed_at = 0.0
-        self._states: dict[str, AgentState] = {}
-        self.number = number
-        self.record: RoundRecord | None = None
-        """The log's last one, once `supersede` has been called."""
-        self.had_begun = False
-        """Its agents had written something."""
+    store: Store
+    run_id: str
+    intervals: PollIntervals
+    clock: Clock
+    number: int = 0
+    names: Sequence[str] = ()
+    """Slurm's, by node index."""
+    record: RoundRecord | None = None
+    """The log's last one, once `supersede` has been called."""
+    had_begun: bool = False
+    """Its agents had written something."""
+    _heartbeats: HeartbeatAges = UNSET  # type: ignore[assignment]
+    _answered: set[str] = field(default_factory=set)
+    _closed_at: float = 0.0
+    _states: dict[str, AgentState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._heartbeats = HeartbeatAges(self.store)
 
     def supersede(self, uid: str, reason: str) -> bool:
         """Close the attempt, and take the duty to finish it.
 
         Returns whether the attempt was still open, and no other process is going to finish it.
         """
-        self.record = RoundLog(self._store, self._run_id).latest()
+        self.record = RoundLog(self.store, self.run_id).latest()
         self.had_begun = self.record is not None
-        self._closed_at = self._clock.monotonic()
+        self._closed_at = self.clock.monotonic()
         for agent in self.agents():
             self._heartbeats.look(agent, self._closed_at)
-        close_run(self._store, self._run_id, Outcome.SUPERSEDED, reason)
-        self.record = RoundLog(self._store, self._run_id).latest()
+        close_run(self.store, self.run_id, Outcome.SUPERSEDED, reason)
+        self.record = RoundLog(self.store, self.run_id).latest()
         was_open = self.record is not None and self.record.outcome is Outcome.SUPERSEDED
-        return claim_end(self._store, uid) and was_open
+        return claim_end(self.store, uid) and was_open
 
     def notify(self, notifier: NotificationSender, uid: str) -> None:
         """Have the agents look at the log now, not at their next poll."""
         observer = NodeInfo(uid=uid, node=OBSERVER_PLACE, host="", local_world_size=0, addresses=(), port=0)
-        peers = Peers(self._store, observer, notifier)
+        peers = Peers(self.store, observer, notifier)
         peers.learn(())
         if self.record is not None:
             peers.notify_all(record_name(self.record.number))
@@ -131,20 +127,20 @@ class EarlierAttempt:
     def agents(self) -> list[str]:
         """Uids of the newest agent of each node that the attempt had not lost before."""
         lost = self.record.lost if self.record is not None else ()
-        announced = (name.partition("+")[0] for name in self._store.list("node"))
+        announced = (name.partition("+")[0] for name in self.store.list("node"))
         return list(newest_agents(announced, without=lost).values())
 
     def paused_for(self, seconds: float) -> None:
         """This process was held up: no agent was silent meanwhile."""
-        self._heartbeats.paused_for(seconds, now=self._clock.monotonic())
+        self._heartbeats.paused_for(seconds, now=self.clock.monotonic())
         self._closed_at += seconds
 
     def look(self, up: Collection[str] = ()) -> dict[str, AgentState]:
-        ended = departed(self._store)
+        ended = departed(self.store)
         found = {}
         for uid in self.agents():
             if uid not in ended:
-                self._heartbeats.look(uid, self._clock.monotonic())
+                self._heartbeats.look(uid, self.clock.monotonic())
             if self._heartbeats.changed_since(uid, self._closed_at):
                 self._answered.add(uid)
             found[uid] = agent_state(
@@ -152,8 +148,8 @@ class EarlierAttempt:
                 has_answered=uid in self._answered,
                 silent_for=self._heartbeats.age(uid),
                 is_node_up=self._name(uid) in up,
-                answer=self._intervals.answer_unheard,
-                lease=self._intervals.lease,
+                answer=self.intervals.answer_unheard,
+                lease=self.intervals.lease,
             )
         self._states = found
         return found
@@ -163,7 +159,7 @@ class EarlierAttempt:
 
     def _name(self, uid: str) -> str:
         node = node_of(uid)
-        return self._nodes[node] if 0 <= node < len(self._nodes) else host_of(uid)
+        return self.names[node] if 0 <= node < len(self.names) else host_of(uid)
 
 
 class EarlierAttemptRunsError(HpcElasticError):
@@ -232,12 +228,12 @@ class EarlierAttempts:
             info = read_attempt(folder)
             intervals = poll_intervals(rendezvous_settings(self._context.spec, info or self._context.attempt))
             earlier = EarlierAttempt(
-                FileStore(folder.store, clock=self._context.clock),
+                store=FileStore(folder.store, clock=self._context.clock),
                 run_id=self._context.spec.run_id,
                 intervals=intervals,
                 clock=self._context.clock,
                 number=number,
-                nodes=info.nodes if info else (),
+                names=info.nodes if info else (),
             )
             reason = f"superseded by attempt {self._context.attempt.number} on {self._context.attempt.batch_host}"
             try:

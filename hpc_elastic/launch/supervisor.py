@@ -10,6 +10,7 @@ import logging
 import signal
 from collections.abc import Callable
 
+from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
@@ -66,64 +67,56 @@ class SupervisorFailedError(HpcElasticError):
     template = "the supervisor itself failed: {error} ({where})"
 
 
-class Supervisor:
-    def __init__(
-        self,
-        *,
-        attempt: AttemptInfo,
-        launcher: Launcher,
-        coordination: Coordination,
-        signals: SignalQueue,
-        events: EventLog,
-        clock: Clock,
-        shutdown_timeout: float,
-        resolver: SignalResolver,
-        end_claim: EndClaim,
-        job_watch: JobWatch | None = None,
-        on_record: Callable[[RoundRecord], object] = lambda record: None,
-    ) -> None:
-        """The coordination is an observer's, not started yet; `on_record` gets each newer record, and must not wait."""
-        self._attempt = attempt
-        self._launcher = launcher
-        self._coordination = coordination
-        self._signals = signals
-        self._events = events
-        self._clock = clock
-        self._shutdown_timeout = shutdown_timeout
-        self._resolver = resolver
-        self._end_claim = end_claim
-        self._job_watch = job_watch
-        self._take_record = on_record
-        self._agents = Agents(launcher, attempt.nodes, ask=coordination.ask, events=events, clock=clock)
-        self._started_at = clock.monotonic()
-        self._has_logged_waiting = False
-        self.record: RoundRecord | None = None
-        self.superseded = False
-        """Another process finishes the attempt, or a later attempt has taken the run over."""
-        self.failure: Exception | None = None
-        self._agents_heard = ""
-        """The agents' newest signal in the log; each is handled once."""
-        self._notice: PreemptionDeadlines | None = None
-        self._notice_means = ""
-        """Meaning of the notice that leaves the least time so far."""
-        self._signal: signal.Signals | None = None
-        self._signal_reason = ""
-        self._requeued = self._cancelled = False
-        self._asked: tuple[Outcome, str] | None = None
-        self._asked_to_close_at: float | None = None
-        self._is_store_silent = False
-        """The end could not be written where the agents would read it."""
-        self._closed_at: float | None = None
-        self._is_end_settled = False
-        """The process that finishes the attempt is known (`rendezvous.ending`)."""
-        self._end_by: float | None = None
-        """When remaining agents are ended; None: the run goes on."""
-        self._last_grace = LAST_GRACE
-        self._orphaned_since: float | None = None
-        self._has_closed_for_orphans = False
+class Supervisor(Struct, eq=False, kw_only=True):
+    attempt: AttemptInfo
+    launcher: Launcher
+    coordination: Coordination
+    """An observer's, not started yet."""
+    signals: SignalQueue
+    events: EventLog
+    clock: Clock
+    shutdown_timeout: float
+    resolver: SignalResolver
+    end_claim: EndClaim
+    job_watch: JobWatch | None = None
+    on_record: Callable[[RoundRecord], object] = lambda record: None
+    """Gets each newer record, and must not wait."""
+    record: RoundRecord | None = None
+    superseded: bool = False
+    """Another process finishes the attempt, or a later attempt has taken the run over."""
+    failure: Exception | None = None
+    _agents: Agents = UNSET  # type: ignore[assignment]
+    _started_at: float = 0.0
+    _has_logged_waiting: bool = False
+    _agents_heard: str = ""
+    """The agents' newest signal in the log; each is handled once."""
+    _notice: PreemptionDeadlines | None = None
+    _notice_means: str = ""
+    """Meaning of the notice that leaves the least time so far."""
+    _signal: signal.Signals | None = None
+    _signal_reason: str = ""
+    _requeued: bool = False
+    _cancelled: bool = False
+    _asked: tuple[Outcome, str] | None = None
+    _asked_to_close_at: float | None = None
+    _is_store_silent: bool = False
+    """The end could not be written where the agents would read it."""
+    _closed_at: float | None = None
+    _is_end_settled: bool = False
+    """The process that finishes the attempt is known (`rendezvous.ending`)."""
+    _end_by: float | None = None
+    """When remaining agents are ended; None: the run goes on."""
+    _last_grace: float = LAST_GRACE
+    _orphaned_since: float | None = None
+    _has_closed_for_orphans: bool = False
+
+    def __post_init__(self) -> None:
+        ask, names = self.coordination.ask, self.attempt.nodes
+        self._agents = Agents(self.launcher, names, ask=ask, events=self.events, clock=self.clock)
+        self._started_at = self.clock.monotonic()
 
     def run(self) -> AttemptResult:
-        self._coordination.start()
+        self.coordination.start()
         self._agents.launch()
         while True:
             self._wait()
@@ -132,36 +125,36 @@ class Supervisor:
             self._agents.step()
             self._look_at_job()
             self._end_notice()
-            self._end_claim.step()
+            self.end_claim.step()
             self._log_if_waiting()
             self._signal_if_store_silent()
             if self._is_over():
                 break
-        self._launcher.end(within=self._last_grace)
-        self._coordination.stop(within=1.0 if self._is_store_silent else 5.0)
+        self.launcher.end(within=self._last_grace)
+        self.coordination.stop(within=1.0 if self._is_store_silent else 5.0)
         self._handle_messages()
-        if (refusal := self._coordination.lasting_refusal()) is not None:
-            self._events.write(refusal)
+        if (refusal := self.coordination.lasting_refusal()) is not None:
+            self.events.write(refusal)
         return self.result()
 
     def _wait(self) -> None:
-        job = [self._job_watch] if self._job_watch is not None and self._compares_nodes else []
-        fds = self._launcher.filenos()
-        seconds = seconds_until([self.due()], self._clock)
-        wait_readable([self._signals, self._coordination, self._end_claim, *job, *fds], seconds)
+        job = [self.job_watch] if self.job_watch is not None and self._compares_nodes else []
+        fds = self.launcher.filenos()
+        seconds = seconds_until([self.due()], self.clock)
+        wait_readable([self.signals, self.coordination, self.end_claim, *job, *fds], seconds)
 
     def due(self) -> float | None:
         """When there is something to do without news, on the monotonic clock; None: never.
 
         The turn of the loop after that moment does it, and it is due no more.
         """
-        found = [self._agents.due(), self._end_claim.due, self._close_unheard_at]
+        found = [self._agents.due(), self.end_claim.due, self._close_unheard_at]
         if not self._has_logged_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
-            found.append(self._notice.closed_by if self._notice is not None else self._resolver.due)
-        if self._job_watch is not None and self._compares_nodes:
-            found.append(self._job_watch.due)
+            found.append(self._notice.closed_by if self._notice is not None else self.resolver.due)
+        if self.job_watch is not None and self._compares_nodes:
+            found.append(self.job_watch.due)
         if self._end_settled_by is not None:
             found.append(self._end_settled_by)
         elif self._agents.running():
@@ -173,17 +166,17 @@ class Supervisor:
     # -- signals, and what Slurm knows of the job --------------------------------------------------------------------
 
     def _handle_signals(self) -> None:
-        for number in self._signals.take():
+        for number in self.signals.take():
             if number is signal.SIGCHLD:
                 continue
-            sender = self._signals.sender(number)
-            self._events.write(SignalReceived(signal=number.name, sender=sender))
+            sender = self.signals.sender(number)
+            self.events.write(SignalReceived(signal=number.name, sender=sender))
             if number is signal.SIGINT and self._signal is not None:
                 before = "second Ctrl-C" if self._signal is signal.SIGINT else f"Ctrl-C after {self._signal.name}"
                 logger.warning("%s: killing everything now", before)
-                self._end_by, self._last_grace = self._clock.monotonic(), AT_ONCE
+                self._end_by, self._last_grace = self.clock.monotonic(), AT_ONCE
             else:
-                self._resolve_signal(number, HeardBy.BATCH, self._attempt.batch_host, sender)
+                self._resolve_signal(number, HeardBy.BATCH, self.attempt.batch_host, sender)
 
     def _resolve_signal(self, number: signal.Signals, heard_by: HeardBy, host: str, sender: str) -> None:
         """A signal informs. After a notice it is news only if the job ends now, or sooner."""
@@ -191,14 +184,14 @@ class Supervisor:
             return
         reason = f"{number.name} on {host}"
         notice = None if self._is_ending() else self._notice
-        left = None if notice is None else notice.job_ends - self._clock.monotonic()
+        left = None if notice is None else notice.job_ends - self.clock.monotonic()
         if sender:
             logger.info("%s %s", reason, sender)
-        decision = self._resolver.hear(number, heard_by, reason=f"{reason} {sender}".rstrip(), ends_in=left)
+        decision = self.resolver.hear(number, heard_by, reason=f"{reason} {sender}".rstrip(), ends_in=left)
         if decision is None:
             return
         if heard_by is HeardBy.BATCH and self._closed_at is not None and not self._is_end_settled:
-            self._end_claim.claim()
+            self.end_claim.claim()
         if self._is_ending():
             # The attempt has ended by itself, or after a notice: what is left to know is whether it may come back.
             self._signal, self._signal_reason = number, reason
@@ -216,21 +209,21 @@ class Supervisor:
 
     def _look_at_job(self) -> None:
         if self._notice is None and not self._is_ending():
-            decision = self._resolver.look()
+            decision = self.resolver.look()
             if decision is not None:
                 self._give_notice("seen by the supervisor", decision)
-        if self._job_watch is not None and self._compares_nodes and (record := self.record) is not None:
-            names = self._attempt.nodes
+        if self.job_watch is not None and self._compares_nodes and (record := self.record) is not None:
+            names = self.attempt.nodes
             used = [names[member.node] for member in record.members] if record.status is Status.FINAL else None
-            self._job_watch.look(used=used, lost=[names[node] for node in record.lost])
+            self.job_watch.look(used=used, lost=[names[node] for node in record.lost])
 
     @property
     def _compares_nodes(self) -> bool:
         return self.record is not None and not self._is_ending()
 
     def _give_notice(self, reason: str, decision: SignalDecision) -> None:
-        reason, now = f"{reason} ({decision.meaning.value})", self._clock.monotonic()
-        given = PreemptionDeadlines.now(reason, decision.seconds, shutdown_timeout=self._shutdown_timeout, now=now)
+        reason, now = f"{reason} ({decision.meaning.value})", self.clock.monotonic()
+        given = PreemptionDeadlines.now(reason, decision.seconds, shutdown_timeout=self.shutdown_timeout, now=now)
         self._notice, self._notice_means, notice = given, decision.meaning.value, given.notice
         in_time = f"notice: {notice.reason}, the job ends in {decision.seconds:.0f} s"
         if self.record is None:
@@ -238,10 +231,10 @@ class Supervisor:
             self._close(Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
             return
         logger.info("%s; the workers have %.0f s to save", in_time, notice.seconds)
-        self._coordination.ask(lambda participant: participant.to_all.give_notice(notice))
+        self.coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end_notice(self) -> None:
-        if self._notice is None or self._is_ending() or self._clock.monotonic() < self._notice.closed_by:
+        if self._notice is None or self._is_ending() or self.clock.monotonic() < self._notice.closed_by:
             return
         logger.warning("the notice period is over, and the nodes have not ended the run")
         self._close(Outcome.PREEMPTED, f"notice {self._notice.notice.reason}; the nodes did not answer in time")
@@ -249,9 +242,9 @@ class Supervisor:
     # -- the log -----------------------------------------------------------------------------------------------------
 
     def _handle_messages(self) -> None:
-        for message in self._coordination.take():
+        for message in self.coordination.take():
             if isinstance(message, RoundRecord):
-                self._on_record(message)
+                self._take_in(message)
             elif isinstance(message, RunEvent):
                 self._on_event(message)
             else:
@@ -259,7 +252,7 @@ class Supervisor:
                 logger.error("the store can't be read any more: %s", message)
                 self._begin_end()
                 if isinstance(message, StoreWipedError):
-                    self._launcher.terminate()
+                    self.launcher.terminate()
 
     def _on_event(self, event: RunEvent) -> None:
         match event:
@@ -268,30 +261,30 @@ class Supervisor:
             case EndClaimed():
                 self._settle_end(superseded=False)
             case FilesystemRefused() | HealthWarning():
-                self._events.write(event)
+                self.events.write(event)
             case EndTakenOver():
                 self._settle_end(superseded=True)
-                self._end_by = self._clock.monotonic()
+                self._end_by = self.clock.monotonic()
             case AgentsDeparted():
                 # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
-                self._end_by = self._clock.monotonic() + DEPARTED_SECONDS
+                self._end_by = self.clock.monotonic() + DEPARTED_SECONDS
 
-    def _on_record(self, record: RoundRecord) -> None:
+    def _take_in(self, record: RoundRecord) -> None:
         self.record = record
         self._agents.on_record(record)
-        self._take_record(record)
+        self.on_record(record)
         if record.status is Status.CLOSED:
             self._begin_end()
             if self._closed_at is not None:
                 return
-            self._closed_at = self._clock.monotonic()
+            self._closed_at = self.clock.monotonic()
             if record.outcome is Outcome.SUPERSEDED:
                 logger.error("%s: this attempt ends", record.reason)
                 self._settle_end(superseded=True)
             elif self._signal is not None:  # Slurm reaches this node, and its SIGKILL is near
-                self._end_claim.claim()
+                self.end_claim.claim()
             else:
-                self._end_claim.begin()
+                self.end_claim.begin()
         elif record.heard != self._agents_heard and not self._is_ending():
             self._agents_heard = record.heard
             name, _, where = record.heard.partition(" on ")
@@ -303,16 +296,16 @@ class Supervisor:
     def _settle_end(self, *, superseded: bool) -> None:
         self._is_end_settled = True
         self.superseded = self.superseded or superseded
-        self._end_claim.stop()
+        self.end_claim.stop()
 
     def _log_if_waiting(self) -> None:
-        if self._has_logged_waiting or self._clock.monotonic() - self._started_at < LAUNCH_NEWS_SECONDS:
+        if self._has_logged_waiting or self.clock.monotonic() - self._started_at < LAUNCH_NEWS_SECONDS:
             return
         self._has_logged_waiting = True
         if self.record is None or (self.record.round == 0 and self.record.status is Status.JOINABLE):
             logger.warning(
                 "%d nodes were launched, and have not joined after %.0f s; see events/ in the attempt's directory",
-                len(self._attempt.nodes),
+                len(self.attempt.nodes),
                 LAUNCH_NEWS_SECONDS,
             )
 
@@ -320,15 +313,15 @@ class Supervisor:
 
     def _close(self, outcome: Outcome, reason: str) -> None:
         self._asked = self._asked or (outcome, reason)
-        self._coordination.ask(lambda participant: participant.to_all.close(outcome, reason))
+        self.coordination.ask(lambda participant: participant.to_all.close(outcome, reason))
         if self._asked_to_close_at is None:
-            self._asked_to_close_at = self._clock.monotonic()
+            self._asked_to_close_at = self.clock.monotonic()
         self._begin_end()
 
     def _begin_end(self) -> None:
         self._agents.stop_relaunching()
         if self._end_by is None:
-            self._end_by = self._clock.monotonic() + self._shutdown_timeout + END_RESERVE
+            self._end_by = self.clock.monotonic() + self.shutdown_timeout + END_RESERVE
 
     def _is_ending(self) -> bool:
         return self._end_by is not None
@@ -347,22 +340,22 @@ class Supervisor:
     def _signal_if_store_silent(self) -> None:
         """Agents read the run's end in the store; a silent store is replaced by a signal."""
         unheard_at = self._close_unheard_at
-        if unheard_at is None or self._clock.monotonic() < unheard_at:
+        if unheard_at is None or self.clock.monotonic() < unheard_at:
             return
         self._is_store_silent = True
         if self.record is not None:
             logger.error(
                 "the filesystem of the run directory does not answer: ending the agents by signal "
                 "(their workers: SIGTERM, SIGKILL after %g s)",
-                self._shutdown_timeout,
+                self.shutdown_timeout,
             )
         else:
             logger.info(
                 "no node has joined yet, or the filesystem of the run directory does not answer: ending the agents"
             )
-        self._launcher.terminate()
+        self.launcher.terminate()
         if self._end_by is not None:
-            self._end_by = min(self._end_by, self._clock.monotonic() + self._shutdown_timeout + SILENT_RESERVE)
+            self._end_by = min(self._end_by, self.clock.monotonic() + self.shutdown_timeout + SILENT_RESERVE)
 
     @property
     def _end_settled_by(self) -> float | None:
@@ -372,7 +365,7 @@ class Supervisor:
         return self._closed_at + END_UNCONFIRMED + CLAIM_SECONDS
 
     def _is_over(self) -> bool:
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if self._end_settled_by is not None and now < self._end_settled_by:
             return False
         if self._agents.running():
@@ -389,7 +382,7 @@ class Supervisor:
         if self._has_closed_for_orphans or (self._agents.are_all_unfit and not refused):
             return True
         reason = self._agents.describe_unable if refused else "all agents ended without a verdict"
-        self._coordination.ask(lambda p: p.to_all.close(Outcome.FAILED, reason))
+        self.coordination.ask(lambda p: p.to_all.close(Outcome.FAILED, reason))
         self._has_closed_for_orphans = True
         return False
 
@@ -407,15 +400,15 @@ class Supervisor:
         """
         self.failure = failure = SupervisorFailedError(error=describe_error(error), where=where_raised(error))
         logger.error("%s; ending the workers", failure, exc_info=error)
-        host, nodes = self._attempt.batch_host, self._attempt.nodes
+        host, nodes = self.attempt.batch_host, self.attempt.nodes
         node = nodes.index(host) if host in nodes else 0
         index = self.record.round if self.record is not None else 0
         steps: list[Callable[[], object]] = [
-            lambda: self._events.write(PlatformFailure(round=index, node=node, host=host, reason=str(failure))),
-            lambda: self._coordination.ask(lambda participant: participant.to_all.close(Outcome.FAILED, str(failure))),
+            lambda: self.events.write(PlatformFailure(round=index, node=node, host=host, reason=str(failure))),
+            lambda: self.coordination.ask(lambda participant: participant.to_all.close(Outcome.FAILED, str(failure))),
             keep,
-            lambda: self._launcher.end(within=self._shutdown_timeout + END_RESERVE),
-            lambda: self._coordination.stop(within=5.0),
+            lambda: self.launcher.end(within=self.shutdown_timeout + END_RESERVE),
+            lambda: self.coordination.stop(within=5.0),
         ]
         for step in steps:
             try:
@@ -424,14 +417,14 @@ class Supervisor:
                 logger.error("after that: %s", problem)
 
     def result(self) -> AttemptResult:
-        reason, failed = (result := self._result()).reason, sorted(self._launcher.unlaunched.items())
+        reason, failed = (result := self._result()).reason, sorted(self.launcher.unlaunched.items())
         if self._requeued and failed:
             # Slurm requeues a job by itself where a prolog fails on one of its nodes.
-            reason = "; ".join([reason, *(f"{self._attempt.nodes[node]}: {why}" for node, why in failed)])
+            reason = "; ".join([reason, *(f"{self.attempt.nodes[node]}: {why}" for node, why in failed)])
         return replace(
             result,
             reason=reason,
-            seconds=self._clock.monotonic() - self._started_at,
+            seconds=self.clock.monotonic() - self._started_at,
             requeued=self._requeued,
             cancelled=self._cancelled,
             notice=self._notice_means,
@@ -458,7 +451,7 @@ class Supervisor:
             outcome, reason = Outcome.FAILED, str(self.failure)
         elif agents.none_is_left:
             outcome = Outcome.FAILED if agents.is_refused_by_all else Outcome.TOO_FEW_NODES
-            reason = agents.why_none_is_left(self._coordination.refusal)
+            reason = agents.why_none_is_left(self.coordination.refusal)
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(

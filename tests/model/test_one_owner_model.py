@@ -41,7 +41,7 @@ def supersede(world: AgentWorld, rng: random.Random, *, crash_after: int | None 
             raise Crash(where)
 
     earlier = EarlierAttempt(
-        GatedStore(world.store, gate), run_id="model", intervals=poll_intervals(world.settings), clock=world.clock
+        store=GatedStore(world.store, gate), run_id="model", intervals=poll_intervals(world.settings), clock=world.clock
     )
     try:
         earlier.supersede(f"99999-next-{rng.getrandbits(63):016x}-0000", "superseded by attempt 1 on n9")

@@ -750,8 +750,8 @@ def test_nodes_that_have_not_met_for_long_are_logged_once(s: Stage, caplog: pyte
 
 def test_it_sleeps_while_nodes_have_not_met_though_the_job_is_to_be_looked_at(s: Stage) -> None:
     thaw = freeze_until(s)
-    s.supervisor._job_watch = JobWatch(
-        lambda: ("n0", "n1", "n2"), events=s.supervisor._events, clock=s.world.clock, start=lambda work: work()
+    s.supervisor.job_watch = JobWatch(
+        lambda: ("n0", "n1", "n2"), events=s.supervisor.events, clock=s.world.clock, start=lambda work: work()
     )
     due: list[float | None] = []
     s.run(2 * LOOK_SECONDS, lambda: due.append(s.supervisor.due()), thaw, 3.0, s.done)
