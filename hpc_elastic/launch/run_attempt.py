@@ -124,7 +124,7 @@ class _AttemptRun(Struct, eq=False):
             raise
         launcher = site.launcher(spec, paths, attempt)
         coordination = self._on_disk(lambda: self._observe(attempt, folder, uid))
-        self._files.post(lambda: _reserve_room(folder, clock))
+        self._files.post(lambda: reserve_room(FileStore(folder.store, clock=clock)))
         self._files.settle(1.0)  # nothing is half written where the supervisor dies as the agents start
         commands = BatchCommands(context)
         supervisor = Supervisor(
@@ -243,13 +243,6 @@ class _AttemptRun(Struct, eq=False):
             lambda: write_own_failure(path, error, role="supervisor", host=attempt.batch_host, now_ns=now_ns),
             within=HUNG_SECONDS,
         )
-
-
-def _reserve_room(folder: AttemptPaths, clock: Clock) -> None:
-    try:
-        reserve_room(FileStore(folder.store, clock=clock))
-    except (OSError, HpcElasticError) as error:
-        logger.warning("no room can be kept free for the attempt's end: %s", error)
 
 
 _ASK_VERSIONS = """
