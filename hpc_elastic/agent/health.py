@@ -326,13 +326,13 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
     The file stays for the next time; the server's stamp is compared with `clock`.
     """
     text = os.urandom(16).hex().encode()
-    folder, flags = str(path.parent), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder, flags = str(path.parent), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         try:
-            fd = os.open(path, flags, 0o600)
-        except FileNotFoundError:
+            fd = os.open(path, flags)
+        except FileNotFoundError:  # the first time
             make_private_dir(path.parent)
-            fd = os.open(path, flags, 0o600)
+            fd = os.open(path, flags | os.O_CREAT, 0o600)
         try:
             before = clock.time_ns()
             os.pwrite(fd, text, 0)

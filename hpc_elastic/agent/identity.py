@@ -13,7 +13,6 @@ from hpc_elastic.agent.rendezvous_session import claim_start_number
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import is_refusal, repeat
-from hpc_elastic.base.folded import is_folded
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status, new_uid
@@ -144,7 +143,7 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
         spec, attempt = _load(run, options.attempt, clock)
         node = _node_index(attempt, options.node, env)
         host = attempt.nodes[node]
-        if is_folded(paths.root):
+        if paths.records.exists():
             raise UsageError(f"{host}: run {spec.run_id} is over: attempt {options.attempt} takes no more nodes")
         try:
             start = claim_start_number(lambda: FileStore(paths.store, clock=clock), node, clock=clock)

@@ -92,10 +92,6 @@ def size_of(path: Path | str) -> int | None:
         return next((parts[name][1] for _, parts, name in _folds(path, Owner.ANY) if name in parts), None)
 
 
-def is_folded(attempt: Path) -> bool:
-    return (attempt / RECORDS).exists()
-
-
 def read_parts(file: Path, *, owner: Owner = Owner.ANY) -> Parts:
     """The parts of a folded file; none where it is missing, unreadable or another user's."""
     try:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.folded import open_file
 from hpc_elastic.base.host_facts import overcommits_memory, total_memory
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import FROM_ITSELF, FROM_SLURM, classify, signal_name, signal_of
@@ -112,6 +111,8 @@ def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailu
 
     `facts`: used where no agent completed the file (it died first): what can be guessed from elsewhere.
     """
+    from hpc_elastic.base.folded import open_file  # no agent needs it
+
     file = read_error_file(error_file, opener=open_file)
     if "failure_class" not in file.own:
         if not file.found:

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import read_bytes
-from hpc_elastic.base.folded import OUTPUT, is_folded
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import read_attempt
@@ -157,7 +156,7 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         problem = problem or str(error)
     record: RoundRecord | None = None
     try:
-        kind = FoldedStore if is_folded(attempt.root) or not attempt.store.is_dir() else FileStore  # which makes it
+        kind = FoldedStore if attempt.records.exists() or not attempt.store.is_dir() else FileStore  # which makes it
         record = RoundLog(kind(attempt.store, clock=clock, largest=_LARGEST_RECORD), known["run_id"]).latest()
     except (OSError, HpcElasticError) as error:
         problem = problem or f"the rounds can't be read: {error}"
@@ -183,7 +182,7 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         known["opened_because"] = _why_no_step(known["job_log"])
     if record is not None and record.round >= 0:
         logs = attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log"
-        known["rank_logs"] = str(attempt.root / OUTPUT if is_folded(attempt.root) else logs)
+        known["rank_logs"] = str(attempt.output if attempt.records.exists() else logs)
         if known["steps"] is None and state is RunState.TRAINING:
             state = RunState.UP
         if looks_at_output and known["steps"] is None and state in (RunState.UP, RunState.SAVING):

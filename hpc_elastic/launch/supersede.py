@@ -17,7 +17,6 @@ from msgspec import UNSET, Struct, field
 
 from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock, pause
-from hpc_elastic.base.folded import is_folded
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
@@ -223,7 +222,7 @@ class EarlierAttempts:
             folder = self._context.paths.attempt(number)
             if not folder.root.is_dir():
                 continue  # one that gave way
-            if is_folded(folder.root):
+            if folder.records.exists():
                 break  # the run was over, with all attempts before
             info = read_attempt(folder)
             intervals = poll_intervals(rendezvous_settings(self._context.spec, info or self._context.attempt))

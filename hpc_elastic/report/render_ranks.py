@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc_elastic.base.folded import OUTPUT, is_folded
 from hpc_elastic.base.text import clean_line, clean_lines, plural, time_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.excerpt import fold_repeats
@@ -76,7 +75,7 @@ def _round_lines(
         lines.append("-" * _RULE)
         failure = failures.get(rank)
         lines += _failed(failure, shown) if failure is not None else _well(part, rank)
-        output = paths.root / OUTPUT if is_folded(paths.root) and not place.root.is_dir() else place.root
+        output = paths.output if paths.records.exists() and not place.root.is_dir() else place.root
         lines.append(text_field("output", clean_line(str(output))))
         text = stacks(place)
         if text.strip():

@@ -39,8 +39,6 @@ class _File:
 
 
 class RankPaths(Struct, frozen=True):
-    """The files of one worker in one round."""
-
     root: Path
 
     stdout = _File("stdout.log")
@@ -52,12 +50,12 @@ class RankPaths(Struct, frozen=True):
 
 
 class AttemptPaths(Struct, frozen=True):
-    """The files of one execution of the job."""
-
     root: Path
 
     attempt_json = _File("attempt.json")
     store = _File("store")
+    output = _File("output.log")
+    records = _File("records.log")
     events = _File("events")
     result_json = _File("result.json")
     report_json = _File("report.json")

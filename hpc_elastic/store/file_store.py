@@ -16,15 +16,13 @@ import contextlib
 import errno
 import os
 import stat
-import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.file_executor import FULL, is_refusal
 from hpc_elastic.base.files import check_private_dir, make_private_dir, read_bytes
-from hpc_elastic.base.folded import names_in
 from hpc_elastic.store.base import Store, StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900
@@ -44,22 +42,15 @@ _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 class FileStore(Store):
     """Files under `root`, which belongs to this user alone (0700)."""
 
-    def __init__(
-        self, root: Path, *, clock: Clock, stop: threading.Event | None = None, largest: int | None = None
-    ) -> None:
+    def __init__(self, root: Path, *, clock: Clock, largest: int | None = None) -> None:
         """Open, or create, the store; `root`'s parent exists.
 
-        Args:
-            stop: Ends every wait at once.
-            largest: Bytes of an entry, for a reader of what anybody may have prepared; a larger one is refused.
-
-        Raises:
-            UnsafePathError: the folder is a link, another user's, or open to others.
+        `largest`: bytes of an entry, for a reader of what anybody may have prepared; a larger one is refused. Raises
+        UnsafePathError: the folder is a link, another user's, or open to others.
         """
         make_private_dir(root)
         self._root = os.fspath(root)
         self._clock = clock
-        self._stop = stop or threading.Event()
         self._largest = largest
         self._folders: set[str] = set()
         self._symlinks = True
@@ -86,8 +77,6 @@ class FileStore(Store):
             found = self._settle(key)
             if found is not None:
                 return found == value
-            if self._stop.is_set():
-                break
         if self._is_full():
             raise StoreFullError(root=self._root, why=f"can't create {key}: {os.strerror(errno.ENOSPC)}")
         assert failure is not None
@@ -148,8 +137,7 @@ class FileStore(Store):
                     raise
             if found is not None or self._clock.monotonic() >= deadline:
                 return found
-            if self._clock.wait(self._stop, delay):
-                return None
+            pause(self._clock, delay)
             delay = min(0.2, delay * 2)
 
     def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
@@ -348,6 +336,8 @@ class FoldedStore(FileStore):
             return None
 
     def list(self, folder: str) -> builtins.list[str]:
+        from hpc_elastic.base.folded import names_in  # no agent needs it
+
         try:
             return [name for name in names_in(self._path(folder)) if name[0] != "."]
         except FileNotFoundError:

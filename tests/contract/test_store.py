@@ -310,18 +310,6 @@ def test_a_loser_reads_the_winners_value_however_late_it_shows(plain_fs: Filesys
     assert files.put_if_absent("log/1", "theirs") is True
 
 
-def test_a_stop_ends_the_wait_for_a_name_that_never_shows(plain_fs: Filesystem, tmp_path: Path) -> None:
-    stop = threading.Event()
-    clock = FakeClock()
-    files = FileStore(tmp_path / "store", clock=clock, stop=stop)
-    files.put_if_absent("log/1", "theirs")
-    plain_fs.hooks["readlink"] = Filesystem.refuse(errno.ENOENT)
-    stop.set()
-    with pytest.raises(FileExistsError):
-        files.put_if_absent("log/1", "mine")
-    assert clock.now < 1001, "at once"
-
-
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE], ids=errno.errorcode.get)
 def test_what_is_gone_or_stale_is_not_there_yet(fs: Filesystem, files: FileStore, number: int) -> None:
     files.put_if_absent("log/1", "v")
