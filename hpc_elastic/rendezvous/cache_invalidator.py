@@ -72,7 +72,6 @@ _LOG = "log"
 
 
 def record_name(number: int) -> str:
-    """Name of a record in notifications."""
     return f"{_LOG}/{number}"
 
 
@@ -90,7 +89,6 @@ class PendingNotifications:
                 self.newest_record = max(self.newest_record, _number(key))
 
     def add_news(self, keys: Iterable[str], *, newest: int) -> None:
-        """Take in the records after number `newest`."""
         self.add(key for key in keys if _number(key) > newest)
 
     def take_hidden(self, *, newest: int, claims: Mapping[int, Claims]) -> set[str]:

@@ -157,7 +157,6 @@ class ClaimScanner:
         return bool(others) and all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 
     def look(self, record: RoundRecord) -> ClusterView:
-        """Collect what a decision needs."""
         self.prepare(record.round)
         joinable = record.status is Status.JOINABLE
         beside = record.round - 1 if joinable else record.round + 1

@@ -167,7 +167,6 @@ class Coordination:
             self._beats.start()
 
     def fileno(self) -> int:
-        """Readable when `take` has something."""
         return self._messages.fileno()
 
     def take(self) -> list[Message]:

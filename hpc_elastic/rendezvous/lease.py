@@ -102,7 +102,6 @@ class Lease:
             return self._is_asked or self._lapsed_at is not None
 
     def note(self, record: RoundRecord) -> None:
-        """Take in the newest record."""
         with self._lock:
             self._notice_gap()
             self._record = record

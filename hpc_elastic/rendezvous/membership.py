@@ -162,7 +162,6 @@ class Membership:
         return True
 
     def result(self, record: RoundRecord) -> RoundResult:
-        """The final round `record`, which this node is a member of."""
         rank = [member.uid for member in record.members].index(self._info.uid)
         folder = f"kv/{record.round:06d}"
         return RoundResult(
@@ -176,7 +175,6 @@ class Membership:
         )
 
     def report_done(self) -> None:
-        """Report that all workers of this node have ended well in its last final round."""
         self._done = done = self.round
         self._coordination.ask(lambda participant: participant.claims.report_done(done))
 

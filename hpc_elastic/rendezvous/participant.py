@@ -269,7 +269,6 @@ class Participant:
         )
 
     def _read_log(self, now: float, *, notified: bool) -> bool:
-        """Returns whether it did."""
         if self._refresh_serial:
             self.look_past_caches()
             self._store.invalidate("node")
@@ -353,7 +352,6 @@ class Participant:
             self._notify_coordinator(key)
 
     def _join_if_wanted(self) -> bool:
-        """Returns whether it claimed a place."""
         record = self.record
         target = round_to_join(record, self._info.uid) if self._wants_in else None
         if target is None:

@@ -122,7 +122,6 @@ class Peers:
             return ()
 
     def names(self) -> dict[int, str]:
-        """Node index → host name."""
         return {node.node: node.host for node in self._known.values()}
 
     def notify(self, where: Sequence[Address], about: str = "") -> None:

@@ -47,8 +47,6 @@ from hpc_elastic.run.event_types import CoordinatorEvent
 
 
 class Proposal(Struct, frozen=True, kw_only=True):
-    """A record to append, and what it stands for."""
-
     event: RoundEvent
     record: RoundRecord
     reason: str

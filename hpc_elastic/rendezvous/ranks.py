@@ -48,7 +48,6 @@ def assign_ranks(
 
 
 def whole_segments(live: Sequence[Member], segment: int) -> list[Member]:
-    """Nodes whose segment is all there."""
     if segment == 1:
         return list(live)
     return [m for found in _by_segment(live, segment).values() if len(found) == segment for m in found]
@@ -78,8 +77,6 @@ def replacements(previous: Sequence[Member], members: Sequence[Member]) -> list[
 
 
 class RankLayout(Struct, frozen=True, kw_only=True):
-    """One node's place in a round."""
-
     group_rank: int
     group_world_size: int
     first_rank: int

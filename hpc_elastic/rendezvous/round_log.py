@@ -25,8 +25,6 @@ _FOLDER = "log"
 
 
 class LogRecord(Struct, frozen=True):
-    """One record: its number, from 1, and its JSON object."""
-
     number: int
     value: Mapping[str, Any]
 

@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
@@ -61,67 +62,43 @@ def remove_epoch(path: str, *, clock: Clock, stop: threading.Event) -> bool:
     What is not ours, ``.nfsXXXX`` (a file that a process has open) and so the folders that hold them stay.
     """
     try:
-        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        info = os.lstat(path)
     except OSError as error:
         return error.errno == errno.ENOENT
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+        return False
+    for folder in _STORE_FOLDERS:
+        with suppress(OSError):  # it is missing, or a link
+            for _, folders, files, fd in os.fwalk(os.path.join(path, folder), topdown=False):
+                for name in (*files, *folders):
+                    _remove(name, fd, clock, stop)
+            os.rmdir(os.path.join(path, folder))
+    top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.fstat(top).st_uid != os.geteuid():
-            return False
-        removal = _Removal(clock, stop)
-        for name in _STORE_FOLDERS:
-            removal.empty(top, name, depth=3)
-        for entry in removal.entries(top):
-            if entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False):
-                removal.unlink(top, entry.name)  # of a process that was killed in a `FileStore.invalidate`
+        for name in os.listdir(top):
+            if name.startswith("."):  # of a process that was killed in a `FileStore.invalidate`
+                _remove(name, top, clock, stop)
     finally:
         os.close(top)
-    return removal.rmdir(path)
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return True
 
 
-class _Removal:
-    def __init__(self, clock: Clock, stop: threading.Event) -> None:
-        self._clock = clock
-        self._stop = stop
-
-    def empty(self, parent: int, name: str, *, depth: int) -> None:
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        except OSError:
-            return  # not there, or no folder of ours
-        try:
-            for entry in self.entries(fd):
-                if entry.is_dir(follow_symlinks=False):
-                    if depth > 1:
-                        self.empty(fd, entry.name, depth=depth - 1)
-                else:
-                    self.unlink(fd, entry.name)
-        finally:
-            os.close(fd)
-        self.rmdir(name, parent)
-
-    @staticmethod
-    def entries(fd: int) -> list[os.DirEntry[str]]:
-        with os.scandir(fd) as found:
-            return [entry for entry in found if not entry.name.startswith(".nfs")]
-
-    def unlink(self, parent: int, name: str) -> None:
-        if self._stop.is_set():
-            return
-        self._clock.wait(self._stop, 1 / REMOVALS_PER_SECOND)
-        try:
-            info = os.stat(name, dir_fd=parent, follow_symlinks=False)
-            if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
-                os.unlink(name, dir_fd=parent)
-        except OSError:
-            pass  # another process was quicker, or it stays for another time
-
-    @staticmethod
-    def rmdir(name: str, parent: int | None = None) -> bool:
-        try:
+def _remove(name: str, parent: int, clock: Clock, stop: threading.Event) -> None:
+    if stop.is_set() or name.startswith(".nfs"):
+        return
+    try:
+        mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
             os.rmdir(name, dir_fd=parent)
-        except OSError as error:
-            return error.errno == errno.ENOENT
-        return True
+        elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+            clock.wait(stop, 1 / REMOVALS_PER_SECOND)
+            os.unlink(name, dir_fd=parent)
+    except OSError:
+        pass  # another process was quicker, or it stays for another time
 
 
 _EPOCH = "epoch-"

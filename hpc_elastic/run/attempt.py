@@ -76,7 +76,6 @@ class AttemptInfo(Struct, frozen=True, kw_only=True):
 
 
 def load_attempt(path: Path) -> AttemptInfo:
-    """Read attempt.json, or raise UnreadableAttemptError."""
     found = codec.load(path, AttemptInfo)
     if isinstance(found, Unreadable):
         raise UnreadableAttemptError(path=str(path), why=found, errno=found.errno)
@@ -86,8 +85,6 @@ def load_attempt(path: Path) -> AttemptInfo:
 
 
 class StoredResult(Struct, frozen=True, kw_only=True):
-    """The end of one attempt."""
-
     outcome: str
     reason: str
     exit_code: int

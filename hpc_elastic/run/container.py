@@ -38,8 +38,6 @@ class ContainerImage(Struct, frozen=True, kw_only=True):
 
 
 class ContainerMount(Struct, frozen=True, kw_only=True):
-    """A folder or file of the host, and where the container has it."""
-
     source: str
     target: str
     read_only: bool = False
@@ -103,7 +101,6 @@ def parse_container_mounts(text: str, option: str) -> tuple[ContainerMount, ...]
 
 
 def parse_container_workdir(text: str, option: str) -> str:
-    """Read an absolute path inside."""
     if not os.path.isabs(text):
         raise UsageError(f"{option} {text}: give an absolute path inside the container")
     return text

@@ -86,8 +86,6 @@ class _Head(Struct, kw_only=True):
 
 
 class EventLine(Struct, frozen=True, kw_only=True):
-    """One line of an event log."""
-
     name: str
     event: RunEvent | None = None
     """None: this version does not know it, or can't read it."""

@@ -38,7 +38,6 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def parse_size(text: str, option: str) -> int:
-    """Read the size at which a log is rotated."""
     size = parse_bytes(text, option)
     if not 64 << 10 <= size <= 1 << 50:
         raise UsageError(f"{option} {text}: give from 64K to 1024T; without the option files grow without limit")

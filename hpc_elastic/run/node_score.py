@@ -70,8 +70,6 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
 
 class NodeRecord(Struct, frozen=True, kw_only=True):
-    """The contents of nodes.json."""
-
     evidence: tuple[Evidence, ...] = ()
     excluded: tuple[str, ...] = ()
     """The nodes that this program, and not the user, has put on the job's list of excluded ones."""

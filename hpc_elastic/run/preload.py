@@ -14,8 +14,6 @@ from hpc_elastic.run.spec import AUTO
 
 
 class Preload(Struct, frozen=True, kw_only=True):
-    """The modules that a server imports."""
-
     modules: tuple[str, ...]
     """Given by the user; torch for ``auto``."""
     learned: tuple[str, ...] = ()
@@ -37,7 +35,6 @@ class Preload(Struct, frozen=True, kw_only=True):
 
     @property
     def wanted(self) -> list[str]:
-        """The modules in the order of their import."""
         return [name for name in dict.fromkeys((*self.modules, *self.learned)) if name not in self.left_out]
 
     def save(self, path: Path) -> None:

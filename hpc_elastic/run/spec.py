@@ -214,7 +214,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
 
 
 def load_run_spec(path: Path) -> RunSpec:
-    """Read run.json, or raise UnreadableRunError."""
     found = codec.load(path, RunSpec, upgrade=_parse_texts)
     if isinstance(found, Unreadable):
         raise UnreadableRunError(path=str(path), why=found, errno=found.errno)

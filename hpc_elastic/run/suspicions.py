@@ -44,8 +44,6 @@ def parse_hangs(text: str, option: str = "--hangs") -> HangSettings:
 
 
 class Source(str, Enum):
-    """The evidence of a hang."""
-
     HEARTBEAT = "heartbeat"
     """A worker sent no heartbeat, and its optimizer did no step, for its section's timeout."""
     KERNEL = "kernel"
@@ -55,8 +53,6 @@ class Source(str, Enum):
 
 
 class StalledRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker that makes no progress."""
-
     rank: int
     at: str = ""
     """The kernel's state of its main process."""
