@@ -127,16 +127,16 @@ class SlowRankWatch(Part):
 
     def look(self, agent: NodeAgent) -> None:
         workers, record, now = self._workers, self._record, self._clock.monotonic()
-        if self._holds_until is not None:
-            self.due = now + LOOK_SECONDS if now < self._holds_until else None
-            self._holds_until = self._holds_until if self.due is not None else None
+        if self._holds_until is not None and now < self._holds_until:
+            self.due = now + LOOK_SECONDS
             return
-        if self._leaves_because:
+        if workers is None:
+            self.due = self._holds_until = None
             reason, self._leaves_because = self._leaves_because, ""
-            if agent.phase is Phase.JOINING:
+            if reason and agent.phase is Phase.JOINING:
                 agent.on_health(HealthVerdict(reason=reason))
             return
-        if workers is None or record is None or self.due is None or now < self.due:
+        if record is None or self.due is None or now < self.due:
             return
         is_judge = workers.layout.group_rank == 0
         if self._step is _Step.ASK:

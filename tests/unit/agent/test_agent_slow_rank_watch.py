@@ -236,6 +236,7 @@ def test_a_node_with_a_slow_rank_leaves_at_the_next_restart(
         node.look()
     assert nodes[0].left == ""
     assert nodes[1].left.startswith("slow rank: rank 3 on n1 enters") is leaves
+    assert [node.watch.due for node in nodes] == [None, None], "the loop rests until the workers run"
     assert not any(node.watch.holds_join(None) for node in nodes)  # type: ignore[arg-type]
 
 
