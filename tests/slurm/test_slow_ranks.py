@@ -61,7 +61,11 @@ def test_a_slow_rank_is_named_with_what_it_costs(cluster: SlurmCluster, runs: Sl
         run.wait_log(lambda log: "; exit code 0" in log)
     found = [event["slow"] for event in run.events() if event["event"] == "slow_rank_found"]
     assert {(one["rank"], one["host"]) for one in found} == {(RANK, NODE)}
-    assert found[0]["share"] == pytest.approx(share_lost(before, after), rel=0.2, abs=0.04)
+    lost = share_lost(before, after)
+    if how == "cpu":  # gloo's own threads lack it, too: part of the cost is within the collective
+        assert lost / 2 < found[0]["share"] < lost + 0.04
+    else:
+        assert found[0]["share"] == pytest.approx(lost, rel=0.2, abs=0.04)
 
 
 def test_the_next_attempt_is_without_the_node_of_a_slow_rank(cluster: SlurmCluster, runs: SlurmRuns) -> None:
