@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.pace import Pace, next_pace
 from hpc_elastic.agent.part import AgentSite, HealthVerdict, Part, save_if_possible
-from hpc_elastic.agent.slow_ranks import Watched, by_node, choose_leaving, find_slow, next_watched
+from hpc_elastic.agent.slow_ranks import Pace, Watched, by_node, choose_leaving, find_slow, next_pace, next_watched
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Offset, uptime_ns

@@ -1,4 +1,8 @@
-"""Which ranks of a run are slow, from what all nodes wrote of their ranks' collectives. Pure."""
+"""Which ranks of a run are slow, from what all nodes wrote of their ranks; and whether the whole run is. Pure.
+
+A run whose ranks are all slow has no slow rank: its pace is compared with its own best hour. The pace is a median of
+minutes, so that a save or an evaluation, which makes one of them long, is no loss of pace.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.lateness import MIN_SHARE, Arrivals, Finding, judge, median
-from hpc_elastic.agent.pace import SPREADS
 from hpc_elastic.rendezvous.ranks import whole_segments
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.slow_ranks import NodeArrivals, RankSections, SlowRank
@@ -17,6 +20,17 @@ from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT, SETUP
 
 WINDOWS = 2
 """A rank is slow, and is slow no more, when so many windows in a row show it: the first minutes of a run differ."""
+WINDOW_SECONDS, WINDOW_STEPS = 60.0, 8
+"""A window is at least so long, and has so many steps."""
+RECENT = 5
+"""The pace now is that of so many windows."""
+HOUR_SECONDS = 3600.0
+LEAST_SECONDS = 1800.0
+"""An hour of which less is known is not compared with."""
+SLOWER, AS_FAST = 1.1, 1.05
+"""How many times the seconds of a step in the best hour make the run slow, and slow no more."""
+SPREADS = 3.0
+"""How many times the windows' own deviation in that hour: steps of some scripts are uneven."""
 
 
 def find_slow(
@@ -206,3 +220,38 @@ def by_node(ranks: Iterable[SlowRank], counts: Sequence[int]) -> tuple[int, ...]
     for rank in ranks:
         late[rank.node] = late.get(rank.node, 0) + 1
     return tuple(node for node, count in sorted(late.items()) if count == counts[node])
+
+
+class Pace(Struct, frozen=True, kw_only=True):
+    steps: int = -1
+    at: float = 0.0
+    """When step `steps` was done: the window begins there."""
+    windows: tuple[tuple[float, float], ...] = ()
+    """Those of the last hour: when each ended, and its seconds a step."""
+    now: float = 0.0
+    """Seconds a step now; 0: not known yet."""
+    best: float = 0.0
+    """The same in the best hour; 0: there is none yet."""
+    spread: float = 0.0
+    is_slow: bool = False
+
+
+def next_pace(before: Pace, *, steps: int, at: float) -> Pace:
+    """Take one more look in: the round's workers had done `steps` steps, the last one at `at`, monotonic."""
+    done, seconds = steps - before.steps, at - before.at
+    if before.steps < 0 or done < 0:
+        return replace(before, steps=steps, at=at)
+    if done < WINDOW_STEPS or seconds < WINDOW_SECONDS:
+        return before
+    windows = (*(one for one in before.windows if one[0] > at - HOUR_SECONDS), (at, seconds / done))
+    after = replace(before, steps=steps, at=at, windows=windows)
+    if len(windows) < RECENT:
+        return after
+    now = median(one for _, one in windows[-RECENT:])
+    best, spread = before.best, before.spread
+    if at - windows[0][0] >= LEAST_SECONDS:
+        hour = median(one for _, one in windows)
+        if not best or hour < best:
+            best, spread = hour, median(abs(one - hour) for _, one in windows)
+    limit = AS_FAST * best if before.is_slow else max(SLOWER * best, best + SPREADS * spread)
+    return replace(after, now=now, best=best, spread=spread, is_slow=0 < limit < now)

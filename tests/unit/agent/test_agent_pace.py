@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from hpc_elastic.agent.pace import Pace, next_pace
+from hpc_elastic.agent.slow_ranks import Pace, next_pace
 
 HOUR = 3600.0
 Seconds = Callable[[float], float]

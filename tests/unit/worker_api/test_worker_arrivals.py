@@ -16,8 +16,8 @@ import pytest
 from hpc_elastic.agent.slow_rank_watch import count_from_first, read_group
 from hpc_elastic.base import codec
 from hpc_elastic.run.slow_ranks import NodeArrivals
-from hpc_elastic.worker_api import arrivals, flight_recorder
-from hpc_elastic.worker_api.arrivals import read_arrivals
+from hpc_elastic.worker_api import flight_recorder
+from hpc_elastic.worker_api.flight_recorder import read_arrivals
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 
@@ -60,7 +60,7 @@ def test_the_newest_are_kept_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> N
     assert [together["kinds"][call] for call in together["calls"]] == [
         "nccl:all_reduce [[4]]", "nccl:coalesced [[4]]", "nccl:all_reduce [[4]]"
     ]  # fmt: skip
-    monkeypatch.setattr(arrivals, "MOST_CALLS", 2)
+    monkeypatch.setattr(flight_recorder, "MOST_CALLS", 2)
     assert read(entry(1), entry(2), entry(3))["0"]["entered_ns"] == [2000, 3000]
 
 
