@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -37,6 +37,7 @@ _LARGEST_PIPE = 1 << 20
 _ALL_PIPES = 16 << 20
 EXEC_WAIT_S = 5.0
 _LOST_STATUS = 255
+_ALL_SIGNALS = signal.valid_signals()
 _CPUS = "its CPUs"
 """Reported in place of a path."""
 
@@ -225,7 +226,9 @@ def start_worker(
             stdout_r, stdout_w, stderr_r, stderr_w = output_pipes(opened, pipe_bytes)
             error_r, error_w = os.pipe()
             opened += (error_r, error_w)
-            pid = _fork_worker(argv, dict(env), cwd, inherited, (stdout_w, stderr_w, error_w), cpus, stdin)
+            own, paths, parent = dict(env), candidates(argv[0], env), os.getpid()
+            ends = stdout_w, stderr_w, error_w
+            pid = _fork(lambda: _become_worker(argv, own, cwd, inherited, paths, parent, ends, cpus, stdin))
         except OSError as error:
             raise WorkerStartError(command=argv[0], reason=_shortage(error), errno=error.errno) from None
         for fd in (stdout_w, stderr_w, error_w):
@@ -293,20 +296,10 @@ def output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, int
     return fds[0], fds[1], fds[2], fds[3]
 
 
-def _fork_worker(
-    argv: Sequence[str],
-    env: dict[str, str],
-    cwd: str,
-    inherited: Inherited,
-    fds: tuple[int, int, int],
-    cpus: Collection[int],
-    stdin: int | None,
-) -> int:
-    parent = os.getpid()
-    paths = candidates(argv[0], env)
-    all_signals = signal.valid_signals()
+def _fork(become: Callable[[], NoReturn]) -> int:
+    """`become` raises nothing: it would go on as a second agent."""
     # Blocked across the fork: a handler of ours must not run in the child, where it would write into our wake-up pipe.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, all_signals)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
     try:
         with warnings.catch_warnings():
             if sys.version_info >= (3, 12):
@@ -314,7 +307,7 @@ def _fork_worker(
                 warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            _become_worker(argv, env, cwd, inherited, paths, parent, fds, cpus, stdin, all_signals)
+            become()
         return pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -330,7 +323,6 @@ def _become_worker(
     fds: tuple[int, int, int],
     cpus: Collection[int],
     stdin: int | None,
-    all_signals: set[signal.Signals],
 ) -> NoReturn:
     path, error_w = cwd, fds[2]
     try:
@@ -355,7 +347,7 @@ def _become_worker(
         if inherited.file_limit is not None:
             hard = min(inherited.file_limit[1], resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # lowered meanwhile?
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(inherited.file_limit[0], hard), hard))
-        for number in all_signals - {signal.SIGKILL, signal.SIGSTOP}:
+        for number in _ALL_SIGNALS - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         code, path = _exec_first(paths, argv, env)
