@@ -6,6 +6,7 @@ A test finds other ways of starting one.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def source_command(python: str, source: str) -> list[str]:
     Not by ``-P``, which came with 3.11, nor by ``-I``, which leaves out PYTHONPATH and the user's own packages.
     """
     return [python, "-c", f"import sys; sys.path[:] = filter(None, sys.path)\n{source}"]
+
+
+def ask_interpreter(python: str, source: str, *, seconds: float) -> str | None:
+    """What a text prints in any interpreter; None: it does not start, or does not answer."""
+    try:
+        done = subprocess.run(
+            source_command(python, source), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
 
 
 def idle_arguments() -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,7 +22,7 @@ from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_set
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, is_refusal
-from hpc_elastic.base.self_command import source_command
+from hpc_elastic.base.self_command import ask_interpreter
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
@@ -250,6 +249,7 @@ print("python", ".".join(map(str, sys.version_info[:3])))
 from importlib.metadata import version
 print("torch", version("torch"))
 """
+_ASK_SECONDS = 5.0
 
 
 def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, str]:
@@ -267,7 +267,9 @@ def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, st
         except PackageNotFoundError:
             pass
     else:
-        asked = _ask_versions(python) if python else {}
+        said = ask_interpreter(python, _ASK_VERSIONS, seconds=_ASK_SECONDS) if python else None
+        lines = (line.partition(" ") for line in (said or "").splitlines())
+        asked = {key: value for key, _, value in lines if key in ("python", "torch")}
     return {"hpc_elastic": __version__, **{key: asked[key] for key in ("python",) if key in asked}, **site, **asked}
 
 
@@ -276,18 +278,6 @@ def _interpreter(entry: Entrypoint | None) -> str:
         return entry.python if entry is not None else ""
     words = (entry.target, *entry.args)
     return next((word for word in words if re.fullmatch(r"python[0-9.]*", os.path.basename(word))), "")
-
-
-def _ask_versions(python: str) -> dict[str, str]:
-    try:
-        said = subprocess.run(
-            source_command(python, _ASK_VERSIONS),
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5.0, check=False,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    lines = (line.partition(" ") for line in said.splitlines())
-    return {key: value for key, _, value in lines if key in ("python", "torch")}
 
 
 def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:

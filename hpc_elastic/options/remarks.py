@@ -7,12 +7,11 @@ A refusal is a `UsageError`; a remark is one line, after which the run goes on: 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hpc_elastic.base.self_command import ask_interpreter
 from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.sbatch import SbatchOptions
@@ -23,7 +22,6 @@ from hpc_elastic.run.spec import EntryKind, RunSpec
 _LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _ASK_SECONDS = 5.0
-_PYTHON = re.compile(rb"(?:Python|PyPy) ?\d")
 
 
 def plan_text(spec: RunSpec, run_dir: Path, options: SbatchOptions | None = None) -> str:
@@ -144,12 +142,10 @@ def _interpreter(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Itera
     if found is None:
         yield from _missing(option, given, spec)
         return
-    try:
-        answer = subprocess.run([found, "-V"], capture_output=True, timeout=_ASK_SECONDS, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return  # a slow filesystem, or a binary for the nodes' processors: the nodes find out
-    if not _PYTHON.match(answer.stdout or answer.stderr):
-        raise UsageError(f"{option}: not a Python interpreter ({found} -V does not print its version)")
+    said = ask_interpreter(found, "print(sys.version_info[0])", seconds=_ASK_SECONDS)
+    # None: a slow filesystem, or a binary for the nodes' processors. The nodes find out.
+    if said is not None and not said.strip().isdigit():
+        raise UsageError(f"{option}: not a Python interpreter ({found} -c does not run Python code)")
 
 
 def _missing(option: str, program: str, spec: RunSpec) -> Iterator[str]:

@@ -49,23 +49,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"hpc-elastic {__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("submitt", "did you mean submit?"),
-        ("train.py", "to run a script: hpc-elastic submit train.py"),
-        ("zzz", "no subcommand 'zzz'; hpc-elastic --help lists them"),
-        ("--nodes", "no subcommand '--nodes'"),
-    ],
-)
-def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str], word: str, says: str) -> None:
-    code, out, err = run(capsys, word)
-    assert (code, out) == (2, "")
-    assert err.startswith("hpc-elastic: error: ")
-    assert says in err
-    assert err.count("\n") == 1
-
-
 _HET = "heterogeneous jobs are not supported; give one job of one component, with nodes of one kind"
 
 
@@ -123,33 +106,6 @@ def test_a_path_that_is_no_text_is_printed_all_the_same(
     monkeypatch.setitem(sys.modules, "hpc_elastic.cli.submit", failing(UsageError("no such file: \udcff")))
     assert cli.main(["submit"]) == 2
     assert b"no such file: " in capfdbinary.readouterr().err
-
-
-def test_subcommands_without_a_script_fail_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "report", "--nonsense")
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert "see hpc-elastic report --help" in err
-
-
-@pytest.mark.parametrize("name", cli._REMOVED)
-def test_a_removed_subcommand_names_what_to_use(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    error = f"hpc-elastic: error: hpc-elastic {name} was removed: {cli._REMOVED[name]}\n"
-    assert run(capsys, *name.split(), "latest") == (2, "", error)
-
-
-@pytest.mark.parametrize("name", ["report", "submit", "run"])
-def test_each_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    code, out, err = run(capsys, name, "--help")
-    assert (code, err) == (0, "")
-    assert out.startswith(f"usage: hpc-elastic {name} ")
-
-
-@pytest.mark.parametrize("argv", [["batch"], ["batch", "--help"], ["batch", "a", "b"]])
-def test_batch_is_not_for_people(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
-    code, _, err = run(capsys, *argv)
-    assert code == 2
-    assert "it is called by the script that submit makes" in err
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["config"]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.errors import UsageError
 from hpc_elastic.options.command_line import HelpWanted, parse
 from hpc_elastic.options.table import Option, Parsed
 
@@ -80,25 +79,6 @@ def test_flags_and_optional_values() -> None:
     assert read("--exclusive=user", "s").get("exclusive") == "user"
     assert read("--no-requeue", "--requeue", "s").get("requeue") == "1"
     assert read("s").get("exclusive") is None
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--nodez", "4"], "unknown option --nodez; did you mean --nodes?"),
-        (["--nproc_per_nod=4"], "did you mean --nproc-per-node?"),
-        (["--epochs=3"], "unknown option --epochs; script arguments go after the script, sbatch's other options in"),
-        (["-z"], "unknown option -z"),
-        (["--nodes"], "--nodes needs a value (N)"),
-        (["--nodes="], "--nodes needs a value (N)"),
-        (["-N", ""], "-N needs a value (N)"),
-        (["--module=yes"], "--module takes no value"),
-    ],
-)
-def test_what_is_wrong_is_named(argv: list[str], says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        read(*argv)
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("word", ["-h", "--help", "--help-all", "--help_all"])

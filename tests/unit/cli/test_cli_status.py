@@ -89,11 +89,6 @@ def test_on_a_terminal_long_lines_are_wrapped_and_paths_stay_whole(
     assert any(line.split()[-1] == str(tmp_path / RUN_ID) for line in lines if str(tmp_path) in line)
 
 
-def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "nope", "--runs-dir", str(tmp_path)]) == 2
-    assert "nope: no such run (searched run directories, run ids in " in capsys.readouterr().err
-
-
 def test_list_shows_the_newest_first_and_filters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Run(tmp_path).attempt(0).ended("failed", 1)
     (tmp_path / RUN_ID).rename(tmp_path / "20261120-000000-old-abcd")
@@ -180,25 +175,6 @@ def test_the_last_run_is_meant_where_none_is_named(
     for command in ("status", "report"):
         assert main([command, *argv]) == 0
         assert f"the last run: {tmp_path}/runs/{RUN_ID}" in capsys.readouterr().err, "this folder's"
-
-
-@pytest.mark.parametrize("command", ["cancel", "requeue"])
-def test_what_changes_a_run_wants_its_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command]) == 2
-    assert "RUN|JOBID|DIR" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [
-        (["--state", "runing"], "--state runing: give one of submitted, "),
-        (["--limit", "0"], "--limit 0: give a number from 1, or all"),
-        (["--runs-dir", "/nope"], "/nope can't be read"),
-    ],
-)
-def test_wrong_filters(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", *argv]) == 2
-    assert word in capsys.readouterr().err
 
 
 class Client:

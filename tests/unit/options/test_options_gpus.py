@@ -7,9 +7,7 @@ import pytest
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
 from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Parsed
-from hpc_elastic.slurm.batch_script import render_script
 
 
 def read(*argv: str) -> Parsed:
@@ -42,11 +40,3 @@ def test_a_total_of_gpus_is_asked_for_by_node(argv: tuple[str, ...], nodes: tupl
 def test_a_total_that_can_not_be_the_same_everywhere(argv: tuple[str, ...], nodes: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match=r"^--gpus "):
         job_options.sbatch_options(read(*argv), nodes=nodes, job_name="x", grace=60)
-
-
-@pytest.mark.parametrize(
-    "argument", ["--gpus-per-task=1", "-G4", "--gpus=4", "--array=0-3", "-a0-3", "-n4", "--ntasks=4"]
-)
-def test_what_can_not_be_passed_on_as_it_is(argument: str) -> None:
-    with pytest.raises(UsageError, match=f"^--sbatch-arg {argument}: not possible here: "):
-        render_script(SbatchOptions(extra=(argument,)), run_dir="/r", command=["/py"])

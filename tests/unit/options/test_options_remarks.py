@@ -81,7 +81,7 @@ def test_what_is_meant_brings_no_remark(here: Path, argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--python", "./tool", "train.py"], r"--python ./tool: not a Python interpreter \(.*tool -V"),
+        (["--python", "./tool", "train.py"], r"--python ./tool: not a Python interpreter \(.*tool -c"),
         (["--python", "./absent", "train.py"], "--python ./absent: no such program in /"),
         (["--python", "folder/", "train.py"], "--python folder/: is a folder"),
         (["--health-check", "./text", "train.py"], r"--health-check ./text: is not executable; run: chmod \+x ./text"),

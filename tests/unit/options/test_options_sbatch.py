@@ -83,10 +83,6 @@ def test_a_short_job_is_not_told_to_stop_as_it_begins(time: str | None, grace: i
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (SbatchOptions(nodes="4-2"), "--nodes 4-2"),
-        (SbatchOptions(time="soon"), "-t soon"),
-        (SbatchOptions(time="0:3"), "--tee 0:3"),
-        (SbatchOptions(extra=("licenses",)), "--sbatch-arg licenses"),
         (SbatchOptions(extra=("--",)), "--sbatch-arg --"),
         (SbatchOptions(extra=("--ntasks-per-node=4",)), "--nproc-per-node"),
         (SbatchOptions(extra=("-n4",)), "--nproc-per-node"),

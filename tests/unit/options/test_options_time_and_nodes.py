@@ -61,16 +61,11 @@ def test_nodes(text: str, nodes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("4-2", "the minimum is above the maximum; write --nnodes 2-4"),
         ("4:2", "write --nnodes 2-4"),
-        ("0", "at least 1 node"),
         ("0-4", "at least 1 node"),
-        ("-1", "not a number of nodes"),
         ("", "not a number of nodes"),
-        ("two", "not a number of nodes"),
         ("2..4", "not a number of nodes"),
         ("2-", "not a number of nodes"),
-        ("1-2-3", "not a number of nodes"),
         ("٣", "not a number of nodes"),
         ("9999999", "at most"),
     ],
