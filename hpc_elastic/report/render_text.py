@@ -80,7 +80,7 @@ def _head(document: Document, width: int) -> list[str]:
     lines = [fit(f"{history.name} {document.status}{where}", width), f"  run directory: {history.run_dir}"]
     lines += [f"  {document.survived}"] if document.survived else []
     for name, text in document.notes:
-        if name in ("did without", "hang watch", "seemed to hang", "slow rank"):
+        if name in ("did without", "hang watch", "seemed to hang", "slow rank", "slow run"):
             lines += _split_words(f"  {name:<13}: {clean_line(text)}", width)
         elif name:
             lines.append(fit(f"  {name:<13}: {clean_line(text)}", width))

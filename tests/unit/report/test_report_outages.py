@@ -124,3 +124,24 @@ def test_two_links_at_different_times_are_two() -> None:
     found = attributed([outage(1, since=10.0), outage(2, since=20.0)], NODES)
     assert [one.node for one in found] == [1, 2]
     assert [one.node for one in attributed([outage(1, since=10.0)], NODES[:2])] == [1]
+
+
+def test_what_slow_ranks_and_a_slow_run_cost(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "r", nodes=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=1, reason="start")
+    slow = {"rank": 1, "node": 1, "host": "n2", "seconds": 0.03, "call": "gloo:all_reduce [[9]]", "calls": 40}
+    slow |= {"share": 0.25, "step": 0.12, "since_ns": START_NS + 10**10}
+    pace = {"step": 1.25, "best": 1.0, "since_ns": START_NS + 10**11}
+    builder.event(0, "agent", 0, 40, "slow_rank_found", round=0, slow=slow)
+    builder.event(0, "agent", 0, 80, "slow_rank_ended", round=0, slow=slow, seconds=40.0, recovered=True)
+    builder.event(0, "agent", 0, 100, "run_slowed", round=0, pace=pace)
+    builder.end(0, at=150, outcome="succeeded", code=0)
+    text = " ".join(render_text(build_document(collect_run(builder.root))).split())
+    assert "slow rank : rank 1 on n2 enters each all_reduce 30 ms after the others (median of 40)" in text
+    assert "on for 40.0 s, 10.0 s lost" in text
+    assert "slow run : a step takes 1.25 s and took 1 s in the run's best hour: 20% of the time is lost; from" in text
+    assert "on to the end" in text
+    builder.event(0, "agent", 0, 140, "run_slow_ended", round=0, pace=pace, seconds=40.0)
+    text = " ".join(render_text(build_document(collect_run(builder.root))).split())
+    assert "on for 40.0 s, 8.0 s lost" in text
