@@ -22,6 +22,7 @@ from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult
 from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat
 from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.slow_ranks import RunPace, SlowRank, SlowRanks
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.store.file_store import FileStore
@@ -210,6 +211,19 @@ def test_collectives_stand_in_for_steps(run: Run) -> None:
     text = "\n".join(status_lines(status, None, seconds_left=None))
     assert "progress : 38 to 40 collectives of this round (behind: rank 1); last one 3 s ago (2 workers)" in text
     assert status_line(status).endswith("  38 collectives")
+
+
+def test_slow_ranks_and_a_slow_run_of_this_round(run: Run) -> None:
+    one = SlowRank(rank=1, node=1, host="n2", seconds=0.03, call="gloo:all_reduce [[9]]", calls=40, share=0.25)
+    run.attempt(0).log(record(Status.FINAL))
+    for index, is_shown in ((0, False), (1, True)):
+        found = SlowRanks(round=index, written_ns=1, ranks=(one,), pace=RunPace(step=1.25, best=1.0))
+        run.there.slow_ranks.mkdir(exist_ok=True)
+        codec.save(run.there.slow_ranks / "now.json", found)
+        status = run.status()
+        assert (status.slow_ranks, status.slow_pace) == (((one,), found.pace) if is_shown else ((), None))
+        shown = [line for line in status_lines(status, None, seconds_left=None) if line.startswith("  slow ")]
+        assert shown == [f"  slow     : {what}" for what in (one, found.pace) if is_shown]
 
 
 def test_the_job_logs_path(run: Run) -> None:
