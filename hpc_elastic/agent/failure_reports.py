@@ -13,6 +13,7 @@ from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.contrast import moment_after
 from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import PlatformFailure, RanksObserved
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class FailureReports:
         self.platform_failure = ""
         self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
         self._unwritten: list[Callable[[], object]] = []
+        self._ended: LocalWorkers | None = None
 
     def on_failure(self, workers: LocalWorkers, reason: str) -> None:
         """Report the bare fact at once, so that all nodes stop; the evidence follows when the workers have ended."""
@@ -67,7 +69,7 @@ class FailureReports:
             workers.look_first()
         site.watch.stop_judging()  # the workers are ended from here on: no hang is looked for
 
-    def on_end(self, workers: LocalWorkers) -> None:
+    def on_end(self, workers: LocalWorkers, record: RoundRecord | None) -> None:
         site, index, seconds = self._site, workers.round, workers.seconds
         failures = workers.describe_failures()
         self._unwritten += workers.evidence.unwritten
@@ -104,8 +106,18 @@ class FailureReports:
         if workers.evidence.activities:
             self._write_observed(workers)
         site.watch.end()
+        self._ended = workers
+        self.on_record(record)
         if summary is not None:
             site.coordination.ask(lambda participant: participant.claims.sum_up_failures(index, summary))
+
+    def on_record(self, record: RoundRecord | None) -> None:
+        """It is known for whose failure the last round ended: one node shows it."""
+        if self._ended is None or record is None or record.status is Status.JOINABLE:
+            return
+        if record.round > self._ended.round or record.status is Status.CLOSED:
+            self._ended.show_causes(record.reason)
+            self._ended = None
 
     def on_break_elsewhere(self, workers: LocalWorkers, record: RoundRecord | None) -> None:
         """All here had ended with 0. A symptom elsewhere may name a rank of this node by its address."""

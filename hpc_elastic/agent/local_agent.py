@@ -248,6 +248,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _failed(self, workers: LocalWorkers) -> RunResult:
         failures = {failure.global_rank: failure for failure in workers.describe_failures()}
+        workers.show_causes("")
         return RunResult(WorkerState.FAILED, failures=failures)
 
     def _returned(self, group: WorkerGroup) -> dict[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -52,6 +53,8 @@ ForkWorkers = Callable[
     Sequence[WorkerProcess | None],
 ]
 """Environments and CPUs of workers → each as a fork; None where it is to be started fresh."""
+
+_RANK = re.compile(r"\brank (\d+)\b")
 
 
 class LocalWorkers:
@@ -442,6 +445,12 @@ class LocalWorkers:
     @property
     def own_ends(self) -> tuple[OwnEnd, ...]:
         return self.evidence.own_ends(self._slots)
+
+    def show_causes(self, reason: str) -> None:
+        """Show what ended workers here in the job log, unless the next round's `reason` names another node's rank."""
+        named = _RANK.search(reason)
+        elsewhere = named is not None and int(named[1]) not in self.layout.global_ranks
+        self.evidence.show_causes(are_elsewhere=elsewhere)
 
     def describe_failures(self) -> list[WorkerFailure]:
         """Gather and write the evidence of all that ended badly. To be called once the group has ended."""

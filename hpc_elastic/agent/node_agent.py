@@ -271,6 +271,8 @@ class NodeAgent:
         self._heard.on_record(record)
         for part in self.parts:
             part.on_record(record, self.workers)
+        if self.has_run:
+            self._reports.on_record(record)
         uid = self.site.info.uid
         if any(supersedes(member.uid, uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
@@ -472,7 +474,7 @@ class NodeAgent:
         """All of the group are gone: write and report the evidence, and join again where this agent goes on."""
         workers, self.workers = self.workers, None
         if workers is not None:
-            self._reports.on_end(workers)
+            self._reports.on_end(workers, self.record)
         if self.phase is Phase.JOINING:
             self._join()
 

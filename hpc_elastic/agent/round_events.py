@@ -17,6 +17,7 @@ from hpc_elastic.agent.heartbeat_watch import describe_beat
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import Clock, Offset, uptime_ns
+from hpc_elastic.base.text import plural
 from hpc_elastic.rendezvous.state import node_of
 from hpc_elastic.run.agent_events import (
     ClockCompared,
@@ -68,7 +69,9 @@ def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str])
         case NodeLost() | SpareLost():
             why = f": {event.reason}" if event.age >= 1 else ""
             logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), why)
-        case RoundOpened() | RunClosed() | CoordinatorChanged() | NodesWaiting() | NodesAsked():
+        case RunClosed():  # the report says of which failure
+            logger.info("%s (round %s): %s", what, event.round, event.reason.partition(": rank ")[0])
+        case RoundOpened() | CoordinatorChanged() | NodesWaiting() | NodesAsked():
             logger.info("%s (round %s): %s", what, event.round, event.reason)
         case LinkLost():
             logger.warning("%s: %s", event.host or f"node {event.node}", event.reason)
@@ -103,14 +106,14 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
             max_restarts=facts.spec.max_restarts,
         )
     )
+    if layout.group_rank:
+        return  # a line for each of a thousand nodes would say nothing that the events don't
     logger.info(
-        "round %d: role %s, ranks %s of %d, node %d of %d, master %s:%s, %d of %d restarts used",
+        "round %d: role %s, %s on %s, master %s:%s, %d of %d restarts used",
         facts.round,
         facts.spec.role,
-        f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0],
-        layout.world_size,
-        layout.group_rank,
-        layout.group_world_size,
+        plural(layout.world_size, "rank"),
+        plural(layout.group_world_size, "node"),
         facts.master_addr,
         facts.master_port,
         restarts_used,

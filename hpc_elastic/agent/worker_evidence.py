@@ -19,6 +19,7 @@ from hpc_elastic.agent.part import GroupSite
 from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.base.file_executor import FilesystemHangsError
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, find_logged, write_evidence
+from hpc_elastic.failures.excerpt import make_excerpt
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import stacks_of
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -40,6 +41,8 @@ EVIDENCE_SECONDS = 10.0
 HURRIED_SECONDS = 2.0
 DRAIN_SECONDS = 0.5
 """How long the last output of an ended worker is waited for; a descendant may hold its pipes open."""
+_MOST_SHOWN = 12
+"""Lines of a traceback in the job log."""
 PEERS_NS = 500_000_000
 """A message that names a lost peer this long after the stop is known means no rank that another node's agent ended,
 since that one gives its workers a delay, too (`last_look.DELAY_SECONDS`).
@@ -101,6 +104,8 @@ class WorkerEvidence(Struct, eq=False):
     observed: dict[int, Activity] = {}
     activities: list[Activity] = []
     unwritten: list[Callable[[], object]] = []
+    causes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Fingerprint → pid and excerpt: what the job log has once it is known that the round ended for a rank here."""
 
     def count_nodes_oom_kills(self) -> None:
         """The workers' containers have cgroups of their own, which end with them. To be called before they start."""
@@ -170,6 +175,8 @@ class WorkerEvidence(Struct, eq=False):
                 stopped.append(found)
         unstarted = [] if self.start_error is None else [self.describe_start_failure(*self.start_error)]
         if not (failed or hung or stopped or condemned):
+            for slot in slots:
+                self._keep_cause(slot, None)
             return unstarted
 
         def gather() -> list[WorkerFailure]:
@@ -178,6 +185,8 @@ class WorkerEvidence(Struct, eq=False):
             found += [self._describe_condemned(slot, facts) for slot, facts in condemned]
             found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
             described = [failure for failure in found if failure is not None]
+            for slot in slots:
+                self._keep_cause(slot, None)
             if self.stop.wants_stacks or self.stop.wants_look:
                 latest_ns = self.stop.noticed_ns + PEERS_NS
                 self.observed |= {
@@ -267,6 +276,7 @@ class WorkerEvidence(Struct, eq=False):
     def _describe(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = _describe(slot, facts, stdout_log=slot.paths.stdout, is_alone=not self.site.is_ending())
+        failure = self._keep_cause(slot, failure) or failure
         self._write_evidence(failure, slot.paths.error_file)
         return failure
 
@@ -280,8 +290,34 @@ class WorkerEvidence(Struct, eq=False):
         failure = _describe(slot, facts)
         if not failure.exception_type:
             return None
+        failure = self._keep_cause(slot, failure) or failure
         self._write_evidence(failure, slot.paths.error_file)
         return failure
+
+    def _keep_cause(self, slot: WorkerSlot, failure: WorkerFailure | None) -> WorkerFailure | None:
+        """Keep one traceback of each cause for the job log, and drop those of consequences there: the files have all.
+
+        Returns the failure where its traceback is kept.
+        """
+        pid = slot.process.pid
+        is_cause = failure is not None and (failure.is_own_cause or self.site.layout.world_size == 1)
+        if failure is not None and is_cause and failure.fingerprint not in self.causes:
+            excerpt = make_excerpt(failure, most=_MOST_SHOWN)
+            lines = (excerpt.title, *excerpt.lines) if excerpt is not None else ()
+            self.causes[failure.fingerprint] = pid, "".join(f"{line}\n" for line in lines if line)
+            return replace(failure, is_shown=bool(failure.traceback) and self.site.pump.holds(pid))
+        held = self.site.pump.take_held(pid) if all(pid != kept for kept, _ in self.causes.values()) else None
+        if held is not None and failure is None and not slot.stopped_by_agent:
+            held.show(held.text)  # it was logged
+        return None
+
+    def show_causes(self, *, are_elsewhere: bool) -> None:
+        for pid, excerpt in self.causes.values():
+            if (held := self.site.pump.take_held(pid)) is None or are_elsewhere:
+                continue
+            is_long = held.text.count(b"\n") > _MOST_SHOWN
+            held.show(excerpt.encode("utf-8", "replace") if is_long and excerpt else held.text)
+        self.causes.clear()
 
     def _write_evidence(self, failure: WorkerFailure, path: Path) -> None:
         if write_evidence(failure, path):

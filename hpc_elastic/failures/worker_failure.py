@@ -82,6 +82,8 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     waited: float = 0.0
     """Seconds for which the other workers of the round were let go on, since it may be its node's (`contrast`)."""
     last_step: int | None = None
+    is_shown: bool = False
+    """The job log has its traceback."""
     source: EvidenceSource = EvidenceSource.EXIT
     error_file: str = ""
     problem: str = ""

@@ -258,20 +258,24 @@ class _End:
         return nodes
 
     def _finish(self, history: RunHistory | None) -> None:
+        is_reported = False
+
         def report() -> bool:
-            self._report(history)
+            nonlocal is_reported
+            is_reported = self._report(history)
             return True
 
         if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
             logger.error("%s does not answer: the report can't be written", self._context.folder.root)
         result, decision = self._result, self._decision
         ended = outcome_text(result.outcome.value, result.reason)
-        ended = ended if result.outcome is Outcome.SUCCEEDED else f"ended: {ended} ({result.reason})"
+        if result.outcome is not Outcome.SUCCEEDED:
+            ended = f"ended: {ended}{'' if is_reported else f' ({result.reason})'}"
         logger.info("attempt %d %s", self._context.attempt.number, ended)
         logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
 
-    def _report(self, history: RunHistory | None) -> None:
-        """A failure of the report never hides the result."""
+    def _report(self, history: RunHistory | None) -> bool:
+        """Whether the job log has the report. A failure of the report never hides the result."""
         try:
             decision = self._decision
             report = write_attempt_report(self._context, self._result, decision, history)
@@ -280,8 +284,10 @@ class _End:
             if decision.exit_code and path:
                 now_ns = self._context.clock.time_ns()
                 _pass_on(report.verdict, self._result, path, exit_code=decision.exit_code, now_ns=now_ns)
+            return True
         except Exception as error:
             logger.exception("the report could not be made: %s", error)
+            return False
 
 
 def write_attempt_report(

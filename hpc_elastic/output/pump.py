@@ -22,9 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import Waker
-from hpc_elastic.output.job_log import JobLog
+from hpc_elastic.output.job_log import JobLog, JobLogSource
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.output.log_times import STDERR, STDOUT, times_path
 from hpc_elastic.output.losses import LossBook, StreamAccount
@@ -46,6 +48,11 @@ _PAUSED_LOOK_S = 0.5
 _PATIENCE_S = 0.5
 _PATIENCE_SHARE = 0.02
 _PATIENCE_STEP_S = 0.02
+_HELD_S = 10.0
+"""A worker that goes on for longer after a traceback has only logged it."""
+_HELD_AFTER_END_S = 60.0
+_HELD_BYTES = 64 << 10
+_LAST_WORDS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _SMALLEST_PIPE = 4096
 _F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
 
@@ -89,6 +96,21 @@ class WorkerOutput:
         return self._stderr.printed_ns(before_end)
 
 
+class HeldEnd(Struct):
+    """The traceback at the end of a worker's stderr. The job log has it once its agent knows what it is worth."""
+
+    text: bytes
+    """Empty: the job log has it, since the worker took long to end."""
+    since: float
+    show: Callable[[bytes], object]
+
+    def add(self, lines: bytes) -> bytes:
+        """Returns what is too much to be held, or nothing."""
+        self.text += lines
+        text, self.text = (self.text, b"") if len(self.text) > _HELD_BYTES else (b"", self.text)
+        return text
+
+
 class _Duplicate:
     """The shown lines of one stream that have one of some texts, in a file of their own."""
 
@@ -103,10 +125,18 @@ class _Duplicate:
 
 
 class _Stream:
-    __slots__ = ("account", "duplicate", "fd", "file", "flood", "partial_since", "shown_again_at", "source", "splitter")
+    __slots__ = (
+        "account", "duplicate", "fd", "file", "flood", "held", "partial_since", "pid", "shown_again_at", "source",
+        "splitter",
+    )  # fmt: skip
 
-    def __init__(self, fd: int, file: LogFile, account: StreamAccount, duplicate: _Duplicate | None) -> None:
+    def __init__(
+        self, fd: int, file: LogFile, account: StreamAccount, duplicate: _Duplicate | None, pid: int | None
+    ) -> None:
         self.fd = fd
+        self.pid = pid
+        """The worker whose traceback is held; None: not on this stream."""
+        self.held: HeldEnd | None = None
         self.duplicate = duplicate
         self.file = file
         self.account = account
@@ -159,6 +189,8 @@ class LogPump:
         self._streams: dict[int, _Stream] = {}
         self._paused: set[_Stream] = set()
         self._outputs: dict[int, _Output] = {}
+        self._held: dict[int, HeldEnd] = {}
+        """Pid → what an ended worker has printed last."""
         self._epoll = select.epoll()
         self._epoll.register(self._waker, select.EPOLLIN)
         self._hurry = threading.Event()
@@ -206,7 +238,7 @@ class LogPump:
             duplicate = None
             if std & shown and (texts := self._filters.get(std)):
                 duplicate = _Duplicate(path.with_name(f"filtered_{path.name}"), texts, prefix, self._limit)
-            self._streams[fd] = _Stream(fd, file, account, duplicate)
+            self._streams[fd] = _Stream(fd, file, account, duplicate, pid if std is Std.ERR else None)
             self._epoll.register(fd, select.EPOLLIN)
         return WorkerOutput(file)  # of the last of the two: stderr
 
@@ -221,6 +253,16 @@ class LogPump:
             return True
         self._hurry.set()
         return self._clock.wait(output.ended, timeout)
+
+    def holds(self, pid: int) -> bool:
+        return pid in self._held
+
+    def take_held(self, pid: int) -> HeldEnd | None:
+        """The traceback that ended the worker `pid`, to be shown as the caller thinks fit; None where there is none.
+
+        It is shown as it came where nobody asks for it within a minute. To be called when its output is drained.
+        """
+        return self._held.pop(pid, None)
 
     def take_losses(self) -> OutputLost | None:
         """The last episode of losses, where it has ended: ask every few seconds, and after `close`."""
@@ -238,6 +280,7 @@ class LogPump:
         self._waker.wake()
         self._thread.join(timeout)
         is_moved = not self._thread.is_alive()
+        self._show_held(math.inf)
         is_written = self.files.close(max(0.0, deadline - self._clock.monotonic()))
         self._is_closed = True
         if is_moved and is_written:
@@ -275,6 +318,10 @@ class LogPump:
         if self._close_by is not None and not self._paused:
             return 0.0
         due = [_PAUSED_LOOK_S] if self._paused else []
+        due += [_HELD_S] if self._held else []
+        holding = [stream.held.since for stream in list(self._streams.values()) if stream.held and stream.held.text]
+        if holding:
+            due.append(max(0.0, min(holding) + _HELD_S - self._clock.monotonic()))
         since = [stream.partial_since for stream in list(self._streams.values()) if stream.partial_since is not None]
         if since:
             due.append(max(0.0, min(since) + _PARTIAL_S - self._clock.monotonic()))
@@ -316,7 +363,11 @@ class LogPump:
         return self._budget.may_hold(now=now, written=self.files.written, holding=bool(self._paused))
 
     def _flush_partials(self, now: float) -> None:
+        self._show_held(now - _HELD_AFTER_END_S)
         for stream in list(self._streams.values()):
+            if stream.held is not None and stream.held.text and now >= stream.held.since + _HELD_S:
+                stream.held.show(stream.held.text)
+                stream.held.text = b""
             if stream.partial_since is None or now < stream.partial_since + _PARTIAL_S:
                 continue
             again = now >= stream.shown_again_at + _AGAIN_S
@@ -336,6 +387,8 @@ class LogPump:
                 self.files.write(stream.duplicate.file, chosen)
             else:
                 self.files.skip(stream.duplicate.file, len(chosen))
+        if stream.pid is not None and not (lines := self._hold(stream, source, lines)):
+            return
         if self._patience < _PATIENCE_STEP_S:
             now = self._clock.monotonic()
             self._patience = min(_PATIENCE_S, self._patience + _PATIENCE_SHARE * (now - self._patience_at))
@@ -347,9 +400,32 @@ class LogPump:
         if not self._job_log.write(source, lines, patience=_PATIENCE_STEP_S):
             self._patience -= self._clock.monotonic() - began
 
+    def _hold(self, stream: _Stream, source: JobLogSource, lines: bytes) -> bytes:
+        """Hold what may be a worker's last words. Returns the lines that are shown at once."""
+        if stream.held is not None and stream.held.text:
+            if shown := stream.held.add(lines):
+                stream.held = None
+            return shown
+        stream.held = None
+        found = [at for words in _LAST_WORDS if (at := lines.find(words)) >= 0]
+        if not found:
+            return lines
+        at = lines.rfind(b"\n", 0, min(found)) + 1
+        stream.held = HeldEnd(b"", self._clock.monotonic(), partial(self._job_log.write, source))
+        if shown := stream.held.add(lines[at:]):
+            stream.held = None
+        return lines[:at] + shown
+
+    def _show_held(self, before: float) -> None:
+        for pid, held in list(self._held.items()):
+            if held.since < before and self._held.pop(pid, None) is not None:
+                held.show(held.text)
+
     def _end(self, stream: _Stream) -> None:
         if stream.source is not None:
             self._show(stream, stream.splitter.flush(final=True))
+            if stream.held is not None and stream.pid is not None:
+                self._held[stream.pid] = stream.held
             self._job_log.forget(stream.source)
         # Out of our table before its number is free: the main thread may get the same one for the next worker.
         del self._streams[stream.fd]

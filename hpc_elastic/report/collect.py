@@ -69,7 +69,9 @@ class _RoundReader:
         self._missing: set[int] = set()
 
     def _by_time(self, failure: WorkerFailure) -> tuple[int, int]:
-        return self._clocks.of_failure(failure).at_ns, failure.global_rank
+        """The verdict goes by when a traceback was printed, where that is known."""
+        since_ns = failure.ended_ns - failure.printed_ns if failure.printed_ns else 0
+        return self._clocks.of_failure(failure).at_ns - since_ns, failure.global_rank
 
     def read_reported(self, ranks: Container[int]) -> None:
         part = self._part

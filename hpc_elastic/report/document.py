@@ -15,6 +15,7 @@ from msgspec import Struct
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, time_text
 from hpc_elastic.failures.classify import kind_of, wording_of
+from hpc_elastic.failures.excerpt import user_frame
 from hpc_elastic.failures.failure_text import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
@@ -22,7 +23,6 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.advice import Advice, advise
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.excerpt import user_frame
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind

@@ -11,10 +11,10 @@ from msgspec import Struct, to_builtins
 
 from hpc_elastic.base.files import json_text
 from hpc_elastic.base.text import ranges
+from hpc_elastic.failures.excerpt import user_frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.document import Document, Fold, fold_failures
-from hpc_elastic.report.excerpt import user_frame
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.incidents import InProcessRestart
 from hpc_elastic.report.subject import verdict_of

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpc_elastic.base.text import clean_line, clean_lines, plural, time_text
+from hpc_elastic.failures.excerpt import fold_repeats
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.excerpt import fold_repeats
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_text import text_field
 from hpc_elastic.report.subject import choose_subject

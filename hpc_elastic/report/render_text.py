@@ -9,18 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
+from hpc_elastic.failures.excerpt import make_excerpt
 from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, fold_failures, round_entry
-from hpc_elastic.report.excerpt import make_excerpt
 from hpc_elastic.report.goodput import Cost, Goodput, cost_text, describe_progress, goodput_text, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
-from hpc_elastic.report.verdict import Cause, Verdict
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 
 DEFAULT_LINES = 40
 DEFAULT_WIDTH = 120
@@ -29,6 +31,9 @@ _RULE = 60
 _WHOLE = 1 << 30
 _OTHERS = 5
 _HISTORY = 9
+_JOB_LOG_HISTORY = 5
+_JOB_LOG_LINES = 24
+_CONSEQUENCES = (FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US)
 _BAD_NODES = 3
 _TRACEBACK_MOST = 20
 _TRACEBACK_LEAST = 4
@@ -37,6 +42,33 @@ _HEADLINE_LINES = 5
 _WRAPPED = ("", "verdict", "kind", "reason", "last step")
 """Fields whose text goes on in the next lines; paths, times and places are never cut."""
 _SHOW_ALL = "(--all shows them)"
+
+
+def render_job_log(document: Document, *, width: int = DEFAULT_WIDTH) -> str:
+    """Render the end of a job log: a traceback that the log has is not repeated, consequences are counted."""
+    finding, part = document.finding, document.subject.round
+    names = {"kind", "reason", "caused by"}
+    is_sure = document.subject.verdict.confidence is Confidence.HIGH and finding.evidence is not None
+    names |= set() if is_sure else {"verdict"}
+    finding = replace(finding, facts=tuple(fact for fact in finding.facts if fact.name in names))
+    failure = finding.evidence
+    cause = _cause(replace(document, finding=replace(finding, evidence=None, details=())), width, lines=None, most=2)
+    rest = []
+    if part is not None:
+        rest = _others(part, document.subject.verdict, width, cap=3, is_counted=True)
+        rest += _stacks(part, width, cap=_OTHERS, is_short=True)
+    rest += [*_done(document, width), *_bad_nodes(document.history, width, cap=_BAD_NODES)]
+    rest += _past(document, width, cap=_JOB_LOG_HISTORY)
+    alike = [f for f in part.failures if f.fingerprint == failure.fingerprint] if part and failure else []
+    if failure and not any(one.is_shown for one in (failure, *alike)) and not (part and wording.known_stacks(part)):
+        room = _JOB_LOG_LINES - len(cause) - len(rest) - len(document.notes)
+        cause += _traceback(failure, width, max(_TRACEBACK_LEAST, min(_CONSEQUENCE_MOST, room)), lost="")
+    return _framed(_head(document, width), [*cause, *rest])
+
+
+def _framed(head: Sequence[str], lines: Sequence[str]) -> str:
+    rule = "=" * _RULE
+    return "\n".join(map(clean_line, [rule, *head, "-" * _RULE, *lines, rule])) + "\n"
 
 
 def render_text(
@@ -60,9 +92,7 @@ def render_text(
     cause = _cause(document, width, lines=left, most=None if everything or is_file else _HEADLINE_LINES)
     if max_lines is not None and (excess := fixed + len(cause) - max_lines) > 0:
         past = _past(document, width, cap=max(1, _HISTORY - excess))
-    rule, line = "=" * _RULE, "-" * _RULE
-    parts = [rule, *head, line, *cause]
-    return "\n".join(map(clean_line, [*parts, *others, *done, *past, rule])) + "\n"
+    return _framed(head, [*cause, *others, *done, *past])
 
 
 def text_field(name: str, value: str) -> str:
@@ -143,13 +173,22 @@ def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: s
     return [field, *(fit_traceback(f"    {line}", width).rstrip() for line in excerpt.lines)]
 
 
-def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None) -> list[str]:
+def _others(
+    part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None, is_counted: bool = False
+) -> list[str]:
+    """The failures beside the root cause. `is_counted`: its consequences, and the same on other ranks, as a number."""
     is_known = verdict.cause is not Cause.UNKNOWN
     root = verdict.failure if is_known else None
     rest = [failure for failure in part.failures if failure is not root]
     lost = [loss for loss in part.lost_nodes if loss is not verdict.lost_node]
     if not rest and not lost:
         return []
+    if is_counted and is_known:
+        consequences = [f for f in rest if f.failure_class in _CONSEQUENCES or f.global_rank in verdict.same_failure]
+        counted = wording.count_failures(consequences)
+        rest = [failure for failure in rest if failure not in consequences]
+        if not rest and not lost:
+            return [fit(f"  {counted}", width)]
     order = list(wording.FAILURE_WORDS)
     folds = sorted(fold_failures(rest, part.clocks), key=lambda fold: order.index(fold.first.failure_class))
     lines = [f"  {clean_line(wording.describe_silence(loss))}" for loss in lost]
@@ -161,6 +200,8 @@ def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None
         hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
         lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds {_SHOW_ALL}"]
     lines = [fit(line, width) for line in lines]
+    if is_counted and is_known and counted:
+        lines.append(fit(f"  {counted}", width))
     if is_known:
         return [f"Other failures in that round: {len(rest) + len(lost)}", *lines]
     lines.insert(0, f"Failures in that round: {len(rest) + len(lost)}")
@@ -182,7 +223,7 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks:
     return f"  {whose}{f' [{label}]' if label else ''}: {brief(fold.headline)}"
 
 
-def _stacks(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
+def _stacks(part: RoundHistory, width: int, *, cap: int | None, is_short: bool = False) -> list[str]:
     stacks = wording.known_stacks(part)
     if not stacks:
         return []
@@ -192,6 +233,8 @@ def _stacks(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
         hidden = sum(len(group.ranks) for group in stacks[cap - 1 :])
         lines = [*lines[: cap - 1], f"  ... {hidden} more ranks {_SHOW_ALL}"]
     title = "Where each rank's main thread was (innermost call first):"
+    if is_short:
+        return [fit(line, width) for line in (title, *lines)]
     lines = [title, *lines, *_threads(part, is_short=cap is not None), *_heartbeats(part, cap=cap)]
     return [fit(line, width) for line in lines]
 

@@ -7,6 +7,7 @@ renderers' part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
@@ -59,6 +60,17 @@ def describe_class(failure: WorkerFailure, category: Category | None = None, *, 
     whose = category.value if blameless else _CATEGORY_WORDS[category]
     reason = (category is Category.INPUT and wrong_input(failure)) or failure.reason
     return f"{reason} ({whose}){retry}" if reason else f"{whose}{retry}"
+
+
+def count_failures(failures: Sequence[WorkerFailure]) -> str:
+    """``7 other ranks ended with it: ConnectionError x5, SIGABRT x2``; empty where there are none."""
+    if not failures:
+        return ""
+    counts = Counter(
+        one.exception_type.rsplit(".")[-1] or one.signal or f"exit code {one.exitcode}" for one in failures
+    )
+    kinds = [f"{name} x{count}" for name, count in counts.most_common()]
+    return f"{plural(len(failures), 'other rank')} ended with it: {first_of(kinds, _MOST_NAMES)}"
 
 
 def describe_exit(failure: WorkerFailure) -> str:

@@ -14,7 +14,7 @@ from hpc_elastic.report.document import build_document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import is_cheap, render_html
 from hpc_elastic.report.render_json import json_report
-from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.render_text import render_job_log, render_text
 from hpc_elastic.report.subject import with_end
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 from hpc_elastic.run.paths import RunPaths
@@ -23,7 +23,7 @@ from hpc_elastic.run.paths import RunPaths
 class ReportResult(Struct, frozen=True, kw_only=True):
     verdict: Verdict
     text: str
-    """The job log's: at most 40 lines."""
+    """The job log's: at most 25 lines for a failure."""
     history: RunHistory | None = None
     problems: tuple[str, ...] = ()
     """Files that could not be read or written; the report is there all the same."""
@@ -55,7 +55,7 @@ def write_report(
             history or collect_run(run_dir), attempt=attempt, outcome=outcome, exit_code=exit_code, decision=decision
         )
         document = build_document(history, attempt=attempt)
-        text = render_text(document)
+        text = render_job_log(document)
     except Exception as error:  # the job's end must not fail for want of a report
         nothing = Verdict(cause=Cause.NONE, confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")
         return ReportResult(

@@ -155,6 +155,8 @@ class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     category: str = "worker"
     retryable: bool = True
     node_suspect: bool = False
+    is_shown: bool = False
+    """the job log has its traceback"""
 
 
 class WorkerReplaced(AgentEvent, frozen=True, kw_only=True):

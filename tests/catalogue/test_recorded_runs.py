@@ -1,7 +1,8 @@
 """Recorded run directories of all kinds of ends, and everything that a user can read of each.
 
 ``recorded/NAME.tar.xz`` is the directory of a real run (on a machine called ``login1``, in ``/home/me``), ``NAME.txt``
-what the program prints of it: the report as text, as JSON and as a page, ``status --json`` and ``logs --events``.
+what the program prints of it: the report as text, as JSON, as a page and at the end of the job log, ``status --json``
+and ``logs --events``.
 ``list.txt`` is ``list`` of all. Nothing is normalised but the folder and the style: the time zone is UTC, and it is
 three seconds after the last event. The page stands there as a parser sees it, one element or line of text a line.
 """
@@ -23,12 +24,17 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli.main import main
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.document import build_document
+from hpc_elastic.report.render_text import render_job_log
 from tests.browser.sample_runs import hostile_run, hung_run, requeued_run
 from tests.rigs.run_builder import START_NS
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 NAMES = sorted(path.name.partition(".")[0] for path in RECORDED.glob("*.tar.xz"))
 BUILT = {"built-hostile": hostile_run, "built-hung": hung_run, "built-requeued": requeued_run}
+FRAME = 5
+"""Lines of every report in a job log: three rules, the run and its directory."""
 COMMANDS = (
     ("report", "{run}", "--width", "120"),
     ("report", "{run}", "--all"),
@@ -136,7 +142,9 @@ def test_what_is_read_of_a_run(name: str, folder: Path, golden: Golden, monkeypa
     else:
         stop_clock(monkeypatch, unpack(folder, name))
     parts = [golden.printed(*(word.format(run=folder / name) for word in command)) for command in COMMANDS]
-    golden.check(name, "".join(parts))
+    job_log = render_job_log(build_document(collect_run(folder / name)))
+    golden.check(name, "".join(parts) + f"the end of the job log\n{job_log}".replace(str(folder), "<RUNS>"))
+    assert job_log.count("\n") - FRAME <= 25 or name == "built-hostile", job_log  # whose names are lines long
 
 
 def test_the_list(folder: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,37 @@ report(**finished())
     assert (_rank(tmp_path, 0) / "stderr.log").read_bytes().count(b"\r") == 101
 
 
+def test_a_traceback_is_held_until_it_is_known_what_it_is_worth(tmp_path: Path) -> None:
+    """The agent shows that of a worker that ended; one that was only logged is shown soon, and the rest after it."""
+    facts = run_stand_in(
+        _LOGS
+        + """
+logs._HELD_S = 0.3
+raises = "print('before', file=sys.stderr); raise ValueError('bad %s')"
+shown = run(raises % "batch", rank=1)
+dropped = run(raises % "peer", rank=2)
+logged = run("import traceback\\ntry: 1 / 0\\nexcept Exception: traceback.print_exc()\\n"
+             "print('after', file=sys.stderr); time.sleep(600)", rank=3, wait=False)
+until(lambda: b"after" in sink.text)
+before = sink.text.decode()
+held = pump.take_held(shown.pid)
+held.show(held.text)
+assert pump.take_held(dropped.pid) and pump.take_held(logged.pid) is None
+unasked = run(raises % "end", rank=4)
+stop_now([logged], clock=clock)
+report(before=before, **finished())
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    assert "[n01:1] before\n" in facts["before"]
+    assert "batch" not in facts["before"]
+    assert "[n01:3] ZeroDivisionError: division by zero\n[n01:3] after\n" in facts["before"]
+    assert facts["text"].count("[n01:1] ValueError: bad batch\n") == 1
+    assert "bad peer" not in facts["text"]
+    assert "bad peer" in (_rank(tmp_path, 2) / "stderr.log").read_text()
+    assert "[n01:4] ValueError: bad end\n" in facts["text"], "what no one asked for, at the end"
+
+
 def test_planted_files_are_not_written_through(tmp_path: Path) -> None:
     folder = _rank(tmp_path / "attempt", 0)
     (tmp_path / "attempt").mkdir(mode=0o700)

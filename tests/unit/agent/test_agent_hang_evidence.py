@@ -16,6 +16,7 @@ from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, Worker
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, Whereabouts
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.output.pump import HeldEnd
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
 from hpc_elastic.workers.spawn import ExitStatus
 from tests.rigs.fake_clock import FakeClock
@@ -105,32 +106,103 @@ def test_what_is_no_bug(fingerprint: str) -> None:
     assert not may_be_a_bug(fingerprint)
 
 
-def test_a_worker_that_is_condemned_is_described_though_its_agent_ended_it(tmp_path: Path) -> None:
-    """Whatever the reason: nothing but the class of the failure tells it from a hang."""
-    attempt = AttemptPaths(tmp_path / "attempt-000")
-    inert: Any = SimpleNamespace(drained=lambda pid, seconds: True, last_step=lambda rank: 7, read=lambda *_: None)
+def make_evidence(folder: Path, held: dict[int, HeldEnd] | None = None, *, world_size: int = 4) -> WorkerEvidence:
+    inert: Any = SimpleNamespace(
+        drained=lambda pid, seconds: True,
+        last_step=lambda rank: 7,
+        read=lambda *_: None,
+        holds=lambda pid: pid in (held or {}),
+        take_held=lambda pid: (held or {}).pop(pid, None),
+    )
     site = GroupSite(
-        attempt=attempt,
+        attempt=AttemptPaths(folder / "attempt-000"),
         host="n0",
         node=0,
         round=0,
-        layout=SimpleNamespace(first_rank=0),  # type: ignore[arg-type]
+        layout=SimpleNamespace(first_rank=0, world_size=world_size),  # type: ignore[arg-type]
         clock=FakeClock(),
         files=SimpleNamespace(do=lambda job, **_: job()),  # type: ignore[arg-type]
         pump=inert,
         watch=inert,
     )
-    evidence = WorkerEvidence(site, StopRecord(), inert)
-    slots = []
-    for rank in (0, 1):
-        paths = attempt.rank(0, rank)
-        paths.root.mkdir(parents=True)
-        ended = ExitStatus(exitcode=-15, core_dumped=False, observed_ns=5, observed_uptime_ns=5)
-        process: Any = SimpleNamespace(pid=7 + rank)
-        slots.append(WorkerSlot(rank, rank, process, paths, exit=ended, stopped_by_agent=True))
+    return WorkerEvidence(site, StopRecord(), inert)
+
+
+def make_slot(evidence: WorkerEvidence, rank: int, exitcode: int, *, stopped: bool = False) -> WorkerSlot:
+    paths = evidence.site.attempt.rank(0, rank)
+    paths.root.mkdir(parents=True)
+    ended = ExitStatus(exitcode=exitcode, core_dumped=False, observed_ns=5, observed_uptime_ns=5)
+    process: Any = SimpleNamespace(pid=7 + rank)
+    return WorkerSlot(rank, rank, process, paths, exit=ended, stopped_by_agent=stopped)
+
+
+def test_a_worker_that_is_condemned_is_described_though_its_agent_ended_it(tmp_path: Path) -> None:
+    """Whatever the reason: nothing but the class of the failure tells it from a hang."""
+    evidence = make_evidence(tmp_path)
+    slots = [make_slot(evidence, rank, -15, stopped=True) for rank in (0, 1)]
     why = "it holds 90 GiB, and 80 are its share"
     evidence.condemned = Condemned(reason=why, failure_class=FailureClass.ROOT, ranks={1: why})
     (found,) = evidence.describe(slots)
     assert (found.global_rank, found.message, found.failure_class) == (1, why, FailureClass.ROOT)
     assert not found.is_stopped
     assert slots[1].paths.error_file.exists()
+
+
+CAUSE = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    step()\nValueError: bad\n'
+CONSEQUENCE = CAUSE.replace(
+    "ValueError: bad",
+    "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:3216",
+)
+DEEP = CAUSE.replace("ValueError", '  File "/site-packages/lib.py", line 1, in f\n    g()\n' * 30 + "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("printed", "codes", "settings", "shown"),
+    [
+        ({0: CAUSE}, {0: 1}, {}, [CAUSE]),
+        ({0: CONSEQUENCE}, {0: 1}, {}, []),
+        ({0: CONSEQUENCE}, {0: 1}, {"world_size": 1}, [CONSEQUENCE]),
+        ({0: CAUSE, 1: CAUSE, 2: CONSEQUENCE}, {0: 1, 1: 1, 2: 1}, {}, [CAUSE]),
+        ({0: CAUSE}, {0: 1}, {"is_elsewhere": True}, []),
+        ({0: CAUSE}, {0: 0}, {}, [CAUSE]),
+        ({0: CAUSE}, {0: -15}, {}, []),
+    ],
+    ids=[
+        "cause",
+        "consequence",
+        "alone",
+        "same on two",
+        "failed elsewhere first",
+        "only logged",
+        "printed when stopped",
+    ],
+)
+def test_of_what_the_workers_printed_last_the_job_log_has_the_cause(
+    tmp_path: Path, printed: dict[int, str], codes: dict[int, int], settings: dict[str, Any], shown: list[str]
+) -> None:
+    found: list[bytes] = []
+    held = {7 + rank: HeldEnd(text.encode(), 0.0, found.append) for rank, text in printed.items()}
+    evidence = make_evidence(tmp_path, held, world_size=settings.get("world_size", 4))
+    slots = [make_slot(evidence, rank, code, stopped=code < 0) for rank, code in codes.items()]
+    for slot in slots:
+        slot.paths.stderr.write_text(printed[slot.global_rank])
+    failures = evidence.describe(slots)
+    evidence.show_causes(are_elsewhere="is_elsewhere" in settings)
+    assert [text.decode() for text in found] == shown
+    kept = [one.global_rank for one in failures if one.is_shown]
+    assert kept == ([0] if codes[0] == 1 and (shown or "is_elsewhere" in settings) else [])
+    assert not held
+
+
+def test_of_a_long_traceback_the_job_log_has_the_users_line_and_the_end(tmp_path: Path) -> None:
+    found: list[bytes] = []
+    evidence = make_evidence(tmp_path, {7: HeldEnd(DEEP.encode(), 0.0, found.append)})
+    slot = make_slot(evidence, 0, 1)
+    slot.paths.stderr.write_text(DEEP)
+    (failure,) = evidence.describe([slot])
+    assert failure.is_shown
+    evidence.show_causes(are_elsewhere=False)
+    (text,) = found
+    assert text.count(b"\n") <= 12
+    assert b'File "train.py", line 7' in text
+    assert text.endswith(b"ValueError: bad\n")

@@ -174,6 +174,9 @@ class Workers:
         self.stopping = False
         return Stopped(exits={}, killed=0, left=self.left, seconds=0.1)
 
+    def show_causes(self, reason: str) -> None:
+        pass
+
     def describe_failures(self) -> list[WorkerFailure]:
         return self.failures
 

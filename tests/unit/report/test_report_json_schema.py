@@ -46,7 +46,7 @@ FAILURE: dict[str, Any] = {
     **dict.fromkeys(("host", "signal", "message", "exception_type", "traceback", "stderr_tail", "fingerprint"), TEXT),
     **dict.fromkeys(("category", "failure_class", "reason", "source", "error_file", "problem"), TEXT),
     **dict.fromkeys(
-        ("retryable", "core_dumped", "stopped_by_agent", "node_suspect", "is_caught", "is_nodes_oom"), BOOL
+        ("retryable", "core_dumped", "stopped_by_agent", "node_suspect", "is_caught", "is_nodes_oom", "is_shown"), BOOL
     ),
     "last_step": "int?",
 }

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.excerpt import make_excerpt, user_frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
-from hpc_elastic.report.excerpt import make_excerpt, user_frame
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import RunBuilder, make_failure
 
