@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -53,8 +52,6 @@ ForkWorkers = Callable[
     Sequence[WorkerProcess | None],
 ]
 """Environments and CPUs of workers → each as a fork; None where it is to be started fresh."""
-
-_RANK = re.compile(r"\brank (\d+)\b")
 
 
 class LocalWorkers:
@@ -448,8 +445,9 @@ class LocalWorkers:
 
     def show_causes(self, reason: str) -> None:
         """Show what ended workers here in the job log, unless the next round's `reason` names another node's rank."""
-        named = _RANK.search(reason)
-        elsewhere = named is not None and int(named[1]) not in self.layout.global_ranks
+        after = reason.partition("rank ")[2]
+        named = after[: len(after) - len(after.lstrip("0123456789"))]
+        elsewhere = bool(named) and int(named) not in self.layout.global_ranks
         self.evidence.show_causes(are_elsewhere=elsewhere)
 
     def describe_failures(self) -> list[WorkerFailure]:
