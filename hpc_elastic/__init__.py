@@ -1,7 +1,7 @@
 """Fault-tolerant, elastic PyTorch training on Slurm.
 
 For a training script: `heartbeat`, `section`, `checkpoint_done`, `commit`, `should_checkpoint`, `preemption_notice` and
-`on_preemption`. They need no torch, and cost nothing until they are used.
+`on_preemption`; `checkpoint_dir` and `latest_checkpoint`. They need no torch, and cost nothing until they are used.
 
 For programs that submit, and for a notebook: `hpc_elastic.submission.ElasticExecutor`.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_elastic.checkpoints.worker import checkpoint_dir as checkpoint_dir
+    from hpc_elastic.checkpoints.worker import latest_checkpoint as latest_checkpoint
     from hpc_elastic.worker_api.heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_api.heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_api.heartbeat import section as section
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FROM = {
-    name: f"hpc_elastic.worker_api.{module}"
+    name: f"hpc_elastic.{module}"
     for module, names in {
-        "heartbeat": ("checkpoint_done", "heartbeat", "section"),
-        "lease": ("RoundOverError", "commit"),
-        "preemption": ("PreemptionNotice", "on_preemption", "preemption_notice", "should_checkpoint"),
+        "checkpoints.worker": ("checkpoint_dir", "latest_checkpoint"),
+        "worker_api.heartbeat": ("checkpoint_done", "heartbeat", "section"),
+        "worker_api.lease": ("RoundOverError", "commit"),
+        "worker_api.preemption": ("PreemptionNotice", "on_preemption", "preemption_notice", "should_checkpoint"),
     }.items()
     for name in names
 }

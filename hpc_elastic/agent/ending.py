@@ -121,16 +121,18 @@ class HeardSignals:
 
     def grace(self) -> float:
         """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
-        left, grace = self._left(), self._site.me.spec.shutdown_timeout
+        left, grace = self.left(), self._site.me.spec.shutdown_timeout
         return grace if left is None else min(grace, left)
 
-    def _left(self) -> float | None:
-        """`None`: Slurm does not end the job."""
+    def left(self) -> float | None:
+        """Seconds that the job has; None: it is not ended from outside."""
         now, kill_wait, found = self._site.clock.monotonic(), self._site.me.attempt.kill_wait, []
         if self._kill_from is not None and kill_wait is not None:
             found.append(self._kill_from + kill_wait - now - max(KILL_RESERVE, KILL_WAIT_SHARE * kill_wait))
         if self._ends_at is not None:
             found.append(self._ends_at - now - KILL_RESERVE)
+        if not found and self.ended_by is not None:
+            return self._site.me.spec.shutdown_timeout
         return max(LEAST_GRACE, min(found)) if found else None
 
     def _ask(self, number: signal.Signals) -> None:

@@ -102,8 +102,8 @@ def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/
         if not _is_local(base, mounts):
             continue
         try:
-            _sweep(base)
-            return _make(base / f"{PREFIX}{name}")
+            sweep(base, PREFIX)
+            return make_folder(base / f"{PREFIX}{name}")
         except (OSError, UnsafePathError):
             continue
     logger.warning("heartbeats: no folder on this node can be written (/dev/shm, XDG_RUNTIME_DIR, TMPDIR, /tmp)")
@@ -125,7 +125,8 @@ def _is_local(base: Path, mounts: str) -> bool:
     return str(base) == "/dev/shm" if kind is None else kind in _LOCAL_TYPES
 
 
-def _make(path: Path) -> HeartbeatFolder:
+def make_folder(path: Path) -> HeartbeatFolder:
+    """A folder of this agent's, with the lock that shows that it lives."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -137,13 +138,13 @@ def _make(path: Path) -> HeartbeatFolder:
     return HeartbeatFolder(path, fd)
 
 
-def _sweep(base: Path) -> None:
+def sweep(base: Path, prefix: str) -> None:
     """Remove the folders of dead agents: those whose lock can be had. (Pids mean nothing between containers.)
 
     Anybody may make any number of names there, which must not hold an agent up: of very many only some are looked at.
     """
     with os.scandir(base) as entries:
-        found = [entry for entry in itertools.islice(entries, _MOST_ENTRIES) if entry.name.startswith(PREFIX)]
+        found = [entry for entry in itertools.islice(entries, _MOST_ENTRIES) if entry.name.startswith(prefix)]
     for entry in found[:_MOST_NAMES]:
         try:
             if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
@@ -164,8 +165,11 @@ def _sweep(base: Path) -> None:
 def _remove(path: Path) -> None:
     """`shutil` brings half a megabyte of decompressors along."""
     try:
-        for name in os.listdir(path):
-            os.unlink(path / name)
+        for entry in os.scandir(path):
+            if entry.is_dir(follow_symlinks=False):
+                _remove(Path(entry.path))
+            else:
+                os.unlink(entry.path)
         os.rmdir(path)
     except OSError:
         pass

@@ -27,6 +27,8 @@ from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
 READ_AGAIN_SECONDS = 120.0
 """How long the run directory is read again after a fault of its filesystem, as the health check waits for it."""
 
+CHECKPOINT_PREFIX = "hpc-elastic-checkpoints."
+
 T = TypeVar("T")
 
 
@@ -116,6 +118,14 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
     @property
     def short_uid(self) -> str:
         return self.uid[-21:]
+
+    @property
+    def checkpoint_folder(self) -> Path | None:
+        """The node's own; None without ``--checkpoint-dir``."""
+        if not self.spec.checkpoint_dir:
+            return None
+        name = f"{CHECKPOINT_PREFIX}{self.spec.uid}.{self.tag.node_key}.{self.short_uid}"
+        return Path(self.spec.checkpoint_local.folder) / name
 
     def takes_part(self, clock: Clock) -> bool:
         """The workers of this agent's round are to run, by the log as the server has it. It may hang."""

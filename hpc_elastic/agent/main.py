@@ -72,7 +72,7 @@ def agent_main(argv: Sequence[str]) -> int:
     folder = open_folder(f"{me.spec.uid}.{me.tag.node_key}.{me.short_uid}", me.env)
     guardian = start_guardian(
         me.tag,
-        remove=str(folder.path) if folder.path is not None else None,
+        remove=[str(path) for path in (folder.path, me.checkpoint_folder) if path is not None],
         stopped_limit=settings.silence_until_lost,
         still_takes_part=lambda: me.takes_part(clock),
     )
@@ -87,6 +87,7 @@ def agent_main(argv: Sequence[str]) -> int:
         logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
     try:
         site = _make_site(me, secret, folder, output, clock=clock, files=files)
+        parts = make_parts(site)
     except UsageError as refused:
         output.events.write(StartRefused(reason=str(refused)))
         output.events.close(within=CLOSE_LOGS_SECONDS)
@@ -95,7 +96,7 @@ def agent_main(argv: Sequence[str]) -> int:
     crash = CrashGuard()
     agent = NodeAgent(
         site,
-        make_parts(site),
+        parts,
         signals=signals,
         guardian_pid=guardian.pid,
         were_workers_ended=guardian.has_ended_workers,

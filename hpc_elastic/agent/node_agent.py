@@ -104,7 +104,7 @@ class NodeAgent:
         self._clock_offsets = ClockOffsetLog(site.events, site.notifier, uid=site.info.uid, clock=site.clock)
         self._reports: FailureReports
         """It is there from the first workers on."""
-        self._heard = HeardSignals(site, signals)
+        self.heard = HeardSignals(site, signals)
         self._unendable: set[int] = set()
         """Not even SIGKILL ended them: logged once, and not waited for again."""
 
@@ -200,7 +200,7 @@ class NodeAgent:
     def _timeout(self) -> float:
         if self._stop_due is not None:
             return seconds_until([self._stop_due], self.site.clock)
-        dues = [*(part.due for part in self.parts), self._heard.due, self._grace_for_peers_until]
+        dues = [*(part.due for part in self.parts), self.heard.due, self._grace_for_peers_until]
         dues += [self.workers.sockets.due] if self.workers is not None and self.phase is Phase.RUNNING else []
         return seconds_until(dues, self.site.clock, most=self.site.me.spec.monitor_interval)
 
@@ -214,11 +214,11 @@ class NodeAgent:
         for number in self._signals.take():
             if number is signal.SIGCHLD:
                 reap_orphans(set(self.workers.pids if self.workers else ()) | self._helpers())
-            elif self._heard.hear(number):
+            elif self.heard.hear(number):
                 self._happens(Event.LEAVE, f"{number.name} received {self._signals.sender(number)}".rstrip())
             elif self._stop_due is not None and self.workers is not None:
-                self.workers.begin_stop(grace=self._heard.grace())  # Slurm may leave less time than was known
-        if (overdue := self._heard.overdue()) is not None:
+                self.workers.begin_stop(grace=self.heard.grace())  # Slurm may leave less time than was known
+        if (overdue := self.heard.overdue()) is not None:
             self._happens(Event.LEAVE, f"{overdue.name} received")
 
     def _handle_workers(self) -> None:
@@ -268,7 +268,7 @@ class NodeAgent:
             return
         self.record = record
         self._clock_offsets.on_leader(record.leader)
-        self._heard.on_record(record)
+        self.heard.on_record(record)
         for part in self.parts:
             part.on_record(record, self.workers)
         if self.has_run:
@@ -344,7 +344,7 @@ class NodeAgent:
         if event is Event.FROZEN:
             assert self.record is not None
             self.round = self.record.round
-            confirm_round(self.site, self.record, change=self.change, is_ending=self._heard.is_ending)
+            confirm_round(self.site, self.record, change=self.change, is_ending=self.heard.is_ending)
         elif event is Event.FINAL:
             self._rendezvous_seconds = self.figures.end("rendezvous")
             self.figures.begin("start")
@@ -388,7 +388,7 @@ class NodeAgent:
         self._grace_for_peers_until = None
         workers = self.workers = own.group(
             excluding=lambda: self._helpers() | self._unendable,
-            is_ending=self._heard.is_ending,
+            is_ending=self.heard.is_ending,
             were_ended=self._were_workers_ended,
             fork=partial(fork_workers, self.parts),
         )
@@ -427,7 +427,7 @@ class NodeAgent:
 
     def _load(self) -> bool:
         try:
-            self._loader.do(load, within=LOAD_SECONDS, unless=self._heard.is_ending)
+            self._loader.do(load, within=LOAD_SECONDS, unless=self.heard.is_ending)
         except OSError as error:
             self._failure = error
             self._happens(Event.LEAVE, f"this package can't be read: {error}")
@@ -446,7 +446,7 @@ class NodeAgent:
             part.on_success()  # a preemption's first: done alone would mean that there is no more to do
         self.site.coordination.ask(lambda participant: participant.claims.report_done(index))
         # What they left running does not outlive the round; the other nodes do not wait for its end.
-        self.workers.begin_stop(grace=self._heard.grace())
+        self.workers.begin_stop(grace=self.heard.grace())
         self._stop_due = self.site.clock.monotonic()
 
     def _stop_workers(self, reason: str) -> None:
@@ -467,7 +467,7 @@ class NodeAgent:
                 part.before_stop()
         elif record is not None and not record.symptoms and record.round > workers.round:
             workers.end_delay()
-        workers.begin_stop(grace=self._heard.grace(), at_once=site.watch.is_round_over)
+        workers.begin_stop(grace=self.heard.grace(), at_once=site.watch.is_round_over)
         self._stop_due = site.clock.monotonic()
 
     def _workers_ended(self) -> None:
@@ -484,12 +484,12 @@ class NodeAgent:
         """The phase is ENDED: close all, and report the end. Returns the exit code."""
         if self.has_run:
             self._reports.write_again()
-        code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self.record)
+        code = exit_code(ended_by=self.heard.ended_by, failure=self._failure, unfit=self._unfit, record=self.record)
         for part in self.parts:
             part.close()
         self.site.watch.close()
         if self._failure is None:
-            finish_if_unclaimed(self.site, self.record, ended_by=self._heard.ended_by)
+            finish_if_unclaimed(self.site, self.record, ended_by=self.heard.ended_by)
         self.site.events.write(AgentEnded(reason=self._why_ended, code=code))
         self.hangs = not deregister(self.site)
         return code

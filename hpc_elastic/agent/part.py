@@ -267,6 +267,7 @@ PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
     ("slow_rank_watch", "SlowRankWatch", lambda me: me.spec.slow_ranks is not OnSlowRank.OFF),
     ("checkpoints", "CheckpointWatch", lambda me: True),
     ("checkpoints", "PreemptionWatch", lambda me: True),
+    ("checkpoint_copies", "CheckpointCopies", lambda me: bool(me.spec.checkpoint_dir)),
     ("setup", "Setup", lambda me: bool(me.spec.setup)),
     ("restart_group", "RestartGroupWatch", lambda me: True),
     ("job_nodes", "JobNodes", lambda me: me.attempt.cluster == "slurm"),

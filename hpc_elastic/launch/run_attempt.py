@@ -134,6 +134,7 @@ class _AttemptRun(Struct, eq=False):
             events=events,
             clock=clock,
             shutdown_timeout=spec.shutdown_timeout,
+            flush_seconds=spec.flush_seconds,
             resolver=SignalResolver(
                 lambda near: site.ask(near=near),
                 grace=float(spec.signal_grace),

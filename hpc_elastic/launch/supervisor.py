@@ -76,6 +76,8 @@ class Supervisor(Struct, eq=False, kw_only=True):
     events: EventLog
     clock: Clock
     shutdown_timeout: float
+    flush_seconds: float = 0.0
+    """How long agents may still copy checkpoints after that."""
     resolver: SignalResolver
     end_claim: EndClaim
     job_watch: JobWatch | None = None
@@ -321,7 +323,7 @@ class Supervisor(Struct, eq=False, kw_only=True):
     def _begin_end(self) -> None:
         self._agents.stop_relaunching()
         if self._end_by is None:
-            self._end_by = self.clock.monotonic() + self.shutdown_timeout + END_RESERVE
+            self._end_by = self.clock.monotonic() + self.shutdown_timeout + self.flush_seconds + END_RESERVE
 
     def _is_ending(self) -> bool:
         return self._end_by is not None

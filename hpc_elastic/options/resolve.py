@@ -29,7 +29,7 @@ NOT_SETTINGS = frozenset(
         "RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "HEARTBEAT_DIR", "TAG", "NODE_TAG", "NODE", "HOST", "LAST_ROUND",
         "JOURNAL", "OUTCOME", "EXIT_CODE", "REASON", "ROOT_CAUSE", "REPORT", "NOTIFY_URL", "COMMAND_TOKEN", "TORCH",
         "REQUIRE_SLURM", "REQUIRE_FRAMEWORKS", "SLURM_FS", "BENCH", "PROFILE", "SITE_CONFIG", "USER_CONFIG",
-        "PROJECT_CONFIG", "TRUST_COPIES",
+        "PROJECT_CONFIG", "TRUST_COPIES", "CHECKPOINTS",
     )
 )  # fmt: skip
 """HPC_ELASTIC_* variables that are not options: docs/reference/environment.md lists them."""

@@ -140,6 +140,9 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
     if "log_max_files" in fields and "log_max_size" not in fields:
         count = fields["log_max_files"]
         raise UsageError(f"--log-max-files {count}: nothing is rotated without a size; give --log-max-size too")
+    if lone := [name for name in sorted(fields) if name.startswith("checkpoint_") and "checkpoint_dir" not in fields]:
+        shown = f"--{lone[0].replace('_', '-')}"
+        raise UsageError(f"{shown}: no checkpoint is copied without a place for it; give --checkpoint-dir DIR too")
     if "preload" in fields and fields.get("start_method") is not StartMethod.FORKSERVER:
         raise UsageError(
             f"--preload {','.join(fields['preload'])}: nothing is preloaded for fresh interpreters; "

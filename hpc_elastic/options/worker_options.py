@@ -19,8 +19,9 @@ from hpc_elastic.run.container import (
     parse_container_workdir,
 )
 from hpc_elastic.run.health_limits import parse_health_checks
-from hpc_elastic.run.log_pieces import parse_count, parse_size
+from hpc_elastic.run.log_pieces import parse_bytes, parse_count, parse_size
 from hpc_elastic.run.option_values import (
+    CheckpointRoom,
     GrowPolicy,
     NumaBinding,
     one_of,
@@ -63,6 +64,20 @@ def parse_texts(text: str, option: str) -> tuple[str, ...]:
     return tuple(filter(None, found))
 
 
+def parse_checkpoint_local(text: str, option: str) -> CheckpointRoom:
+    """``/dev/shm``, ``/dev/shm:40G``, ``/scratch:500G``."""
+    folder, colon, room = text.strip().rpartition(":")
+    if not colon:
+        folder, room = room, ""
+    if not folder.startswith("/"):
+        raise UsageError(f"{option} {text}: give a folder of each node by its whole path, as in /dev/shm:40G")
+    return CheckpointRoom(folder=os.path.normpath(folder), room=parse_bytes(room, option) if colon else None)
+
+
+def parse_checkpoint_dir(text: str, option: str) -> str:
+    return os.path.abspath(os.path.expanduser(text))
+
+
 OPTIONS = (
     define(Group.WORKERS, "--nproc-per-node", metavar="N|auto|gpu|cpu", env="PET_NPROC_PER_NODE", parse=parse_nproc,
         in_spec=True,
@@ -86,6 +101,18 @@ OPTIONS = (
     define(Group.RECOVERY, "--preemption-signal", metavar="NAME", parse=parse_signal, in_spec=True,
         help="signal for the workers, as in USR1, when the job is about to end and they should save (default: none; "
         "hpc_elastic.should_checkpoint then returns True)"),
+    define(Group.RECOVERY, "--checkpoint-dir", metavar="DIR", path=True, parse=parse_checkpoint_dir, in_spec=True,
+        help="shared folder to which each node copies what the script writes in hpc_elastic.checkpoint_dir, while "
+        "training goes on (default: none)"),
+    define(Group.RECOVERY, "--checkpoint-local", metavar="FOLDER[:SIZE]", parse=parse_checkpoint_local, in_spec=True,
+        help="folder of each node for the script's checkpoints, and the room that they may take; in /dev/shm that is "
+        "memory of the job (default: /dev/shm, half of what is free)"),
+    define(Group.RECOVERY, "--checkpoint-keep", metavar="N", parse=whole(least=1, most=10**6), in_spec=True,
+        help="number of checkpoints to keep in --checkpoint-dir (default 2)"),
+    define(Group.RECOVERY, "--checkpoint-bandwidth", metavar="SIZE", parse=parse_size, in_spec=True,
+        help="bytes per second that each node copies while training goes on (default 500M)"),
+    define(Group.RECOVERY, "--checkpoint-replicas", metavar="0|1", parse=whole(least=0, most=1), in_spec=True,
+        help="1: the next node keeps a copy of each node's part, so that a lost node loses nothing (default 0)"),
     define(Group.HANGS, "--section-timeouts", metavar="NAME:SECONDS,...", parse=parse_section_timeouts, in_spec=True,
         help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by section, "
         "as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: none; --hangs needs no "

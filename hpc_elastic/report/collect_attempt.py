@@ -55,6 +55,8 @@ class AttemptBuilder(Struct):
     given_up: dict[int, GivenUpNode] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
     """Node → the option that its agent could not follow."""
+    not_committed: tuple[int, of_agent.CheckpointNotCommitted | None] = (0, None)
+    """With its time, the last one's."""
     missing: set[int] = field(default_factory=set)
     """Nodes that the others did not wait for any longer."""
     closed_outcome: str = ""
@@ -140,6 +142,11 @@ class AttemptBuilder(Struct):
                 reason = event.reason[:_MOST_WORDS]
                 failed = read_incident(CommandFailure, line, event, reason=reason, output=output)
                 self.history.commands += (failed,)
+            case of_agent.CheckpointCommitted():
+                before = self.history.committed
+                self.history.committed = event if before is None or event.step >= before.step else before
+            case of_agent.CheckpointNotCommitted():
+                self.not_committed = max(self.not_committed, (when, event), key=lambda one: one[0])
             case of_coordinator.NodeMissing() if event.node >= 0:
                 self.missing.add(event.node)
             case of_agent.OutputLost():
@@ -192,6 +199,9 @@ class AttemptBuilder(Struct):
         history.notices = tuple(dict.fromkeys(history.notices))
         history.outages = attributed(history.outages, history.nodes)
         history.commands = tuple(sorted(history.commands, key=lambda one: (one.reported_ns, one.node)))
+        last, lacking = history.committed, self.not_committed[1]
+        is_later = lacking is not None and (last is None or lacking.step is None or lacking.step > last.step)
+        history.not_committed = lacking if is_later else None
         history.times = self.times.build()
         history.clocks = clocks
         return history

@@ -354,6 +354,8 @@ def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) 
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in wording.describe_outages(shown.outages, clock)]
         notes += [Fact(*note) for note in wording.describe_commands(shown.commands)]
+        if checkpoint := wording.describe_checkpoint(shown):
+            notes.append(Fact("checkpoint", checkpoint))
         if orphans := [one for item in shown.rounds for one in item.orphans]:
             notes.append(Fact("outlived", f"its worker, and was ended by the agent: {first_of(orphans, 3)}"))
         notes += [Fact("output lost", line) for line in wording.describe_losses(shown.output_lost)]

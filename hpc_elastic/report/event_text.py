@@ -101,6 +101,12 @@ def _of_agent(event: AgentEvent) -> str:
         case of_agent.UserCommandEnded():
             about = f" ({event.about})" if event.about else ""
             return f"--{event.command}{about}: {'failed after ' if event.reason else ''}{event.seconds:.1f} s"
+        case of_agent.CheckpointCommitted():
+            return f"step {event.step} is committed{' at the end' if event.at_end else ''}: {event.size} bytes"
+        case of_agent.CheckpointNotCommitted():
+            which = "checkpoints are" if event.step is None else f"step {event.step} is"
+            last = "none" if event.last_step is None else f"step {event.last_step}"
+            return f"{which} not copied: {event.reason}; the last one that is committed: {last}"
         case of_agent.ForkServerReady():
             size = f"{event.rss / 2**20:.0f} MiB"
             return f"the fork server is ready after {event.seconds:.2f} s: {event.modules} modules, {size}"
@@ -138,6 +144,9 @@ def _of_round(event: AgentEvent) -> str:
                 f"{_ranks(event.ranks)} of {event.world_size}, node {event.group_rank} of {event.group_world_size}, "
                 f"master {event.master}, {_restarts(event)}"
             )
+        case of_agent.CheckpointChosen():
+            where = "on the nodes" if event.is_local else "on the shared filesystem"
+            text = "no checkpoint" if event.step is None else f"continue from step {event.step}, {where}"
         case of_agent.WorkersStarted():
             fresh = f"; fresh, since {event.started_fresh}" if event.started_fresh else ""
             text = f"{plural(len(event.pids), 'worker')} started{fresh}"

@@ -18,7 +18,7 @@ from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.activities import Activity
-from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
+from hpc_elastic.run.agent_events import CheckpointCommitted, CheckpointNotCommitted, RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
 from hpc_elastic.run.node_score import NodeScore
 
@@ -285,6 +285,10 @@ class AttemptHistory(Struct, kw_only=True):
     outages: tuple[Outage, ...] = ()
     output_lost: tuple[OutputLoss, ...] = ()
     commands: tuple[CommandFailure, ...] = ()
+    committed: CheckpointCommitted | None = None
+    """The last checkpoint of `checkpoint_dir` on the shared filesystem."""
+    not_committed: CheckpointNotCommitted | None = None
+    """The last one that is not there, where it is a later one, or none could be written."""
     problems: tuple[str, ...] = ()
     times: AttemptTimes = field(default_factory=AttemptTimes)
     clocks: Clocks = NO_CLOCKS

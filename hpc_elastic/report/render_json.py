@@ -145,6 +145,16 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
             {**_values(one, optional=("about", "log")), "node": one.node if one.node != SUPERVISOR else None}
             for one in attempt.commands
         ],
+        **(
+            {
+                "checkpoint": {
+                    name: None if event is None else _values(event, without=("event",))
+                    for name, event in (("committed", attempt.committed), ("not_committed", attempt.not_committed))
+                }
+            }
+            if attempt.committed or attempt.not_committed
+            else {}
+        ),
         "agents_ended": [_values(end, without=("why",), optional=("detail",)) for end in attempt.agent_ends],
         "agents_relaunched": list(attempt.relaunched),
         "nodes_given_up": [_values(one) for one in attempt.given_up],

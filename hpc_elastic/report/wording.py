@@ -363,6 +363,18 @@ def describe_commands(failures: Sequence[CommandFailure]) -> list[tuple[str, str
     return lines
 
 
+def describe_checkpoint(attempt: AttemptHistory) -> str:
+    """The last checkpoint of `checkpoint_dir` that is safe, and why a later one is not; empty: there was none."""
+    last, lacking = attempt.committed, attempt.not_committed
+    found = []
+    if last is not None:
+        found.append(f"step {last.step} is committed{' (flushed at the end)' if last.at_end else ''}")
+    if lacking is not None:
+        which = "the later ones are" if lacking.step is None else f"step {lacking.step} is"
+        found.append(f"{which} not: {lacking.reason}")
+    return "; ".join(found)
+
+
 def describe_losses(losses: Sequence[OutputLoss]) -> list[str]:
     lines = []
     files = [loss for loss in losses if loss.not_in_files]

@@ -123,6 +123,37 @@ class PreloadLeftOut(AgentEvent, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class CheckpointChosen(AgentEvent, frozen=True, kw_only=True):
+    """What the workers of a round continue from; written by the node with group rank 0."""
+
+    round: int
+    step: int | None = None
+    """None: no checkpoint is there"""
+    is_local: bool = False
+    """it is on the nodes alone"""
+
+
+class CheckpointCommitted(AgentEvent, frozen=True, kw_only=True):
+    """A checkpoint of `checkpoint_dir` is on the shared filesystem, whole."""
+
+    step: int
+    size: int = 0
+    """bytes"""
+    seconds: Seconds | None = None
+    """since it was whole on this node"""
+    at_end: bool = False
+    """the workers had ended, or were about to"""
+
+
+class CheckpointNotCommitted(AgentEvent, frozen=True, kw_only=True):
+    """A checkpoint of `checkpoint_dir` is not copied, or not to its end."""
+
+    step: int | None = None
+    last_step: int | None = None
+    """the last one that is committed"""
+    reason: str = ""
+
+
 class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     """A worker ended badly, or was stopped; its evidence is written."""
 

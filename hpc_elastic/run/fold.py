@@ -24,7 +24,7 @@ LARGEST_OUTPUT = 1 << 20
 """Bytes of a worker's output that is still folded; a larger one stays where it is."""
 MOST_OUTPUT = 64 << 20
 """Bytes of ``output.log``, which is read with an editor."""
-_RECORDS = ("events", "heartbeats", "setup", "suspicions", "slow-ranks", "store")
+_RECORDS = ("events", "heartbeats", "setup", "suspicions", "slow-ranks", "checkpoints", "store")
 _USELESS = ("health",)
 _OUTPUT = re.compile(r"std(out|err)\.log(\.\d{3,9})?\Z")
 _OF_RANK = re.compile(r"error(\.original)?\.json\Z|error-replaced-\d+\.json\Z|stacks\.txt\Z")

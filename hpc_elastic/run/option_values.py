@@ -313,6 +313,14 @@ class MetricsTarget(Struct, frozen=True, kw_only=True):
     """Absolute; ``{host}`` stands for the node's name."""
 
 
+class CheckpointRoom(Struct, frozen=True, kw_only=True):
+    """``--checkpoint-local``."""
+
+    folder: str = "/dev/shm"
+    room: int | None = None
+    """Bytes; None: half of what is free."""
+
+
 def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
     form, _, path = text.partition(":")
     if form == "jsonl":

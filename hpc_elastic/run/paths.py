@@ -66,6 +66,7 @@ class AttemptPaths(Struct, frozen=True):
     slow_ranks = _File("slow-ranks")
     requeue_asked = _File("requeue-asked.json")
     checkpoint = _File("checkpoint")
+    checkpoints = _File("checkpoints")
 
     @property
     def number(self) -> int:

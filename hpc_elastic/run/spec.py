@@ -21,6 +21,7 @@ from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check, parse_health_ch
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 from hpc_elastic.run.option_values import (
     BadNodeSettings,
+    CheckpointRoom,
     GrowPolicy,
     MetricsTarget,
     NumaBinding,
@@ -116,6 +117,13 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """The checks that a node must pass before it joins a round, with the limit of each."""
     health_check: tuple[str, ...] = ()
     health_check_timeout: float = 30.0
+    checkpoint_dir: str = ""
+    """Where agents copy the workers' checkpoints to; empty: they copy none."""
+    checkpoint_local: CheckpointRoom = field(default_factory=CheckpointRoom)
+    checkpoint_keep: int = 2
+    checkpoint_bandwidth: int = 500 << 20
+    """Bytes per second of each node."""
+    checkpoint_replicas: int = 0
     metrics: MetricsTarget | None = None
     monitor_interval: float = 5.0
     """The fallback's poll interval; watching is by events."""
@@ -185,6 +193,11 @@ class RunSpec(Struct, frozen=True, kw_only=True):
             env=self.container_env,
             args=self.container_args,
         )
+
+    @property
+    def flush_seconds(self) -> float:
+        """Most seconds for the last checkpoint to be copied once the workers have ended, where nothing ends the job."""
+        return 600.0 if self.checkpoint_dir else 0.0
 
     @property
     def command(self) -> str:

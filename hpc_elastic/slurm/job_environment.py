@@ -95,6 +95,7 @@ RUN_VARIABLES = (
     *(f"HPC_ELASTIC_{name}" for name in ("RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "NODE", "HOST", "LAST_ROUND")),
     *(f"HPC_ELASTIC_{name}" for name in ("OUTCOME", "EXIT_CODE", "REASON", "ROOT_CAUSE", "REPORT", "NOTIFY_URL")),
     *("HPC_ELASTIC_COMMAND_TOKEN", "HPC_ELASTIC_RING_REPORTS", "HPC_ELASTIC_RING_REPLACES", "HPC_ELASTIC_AGENT_STORE"),
+    "HPC_ELASTIC_CHECKPOINTS",
 )
 """Variables that only this package sets: in an agent, a worker or a command of the user's own."""
 WORKER_VARIABLES = (

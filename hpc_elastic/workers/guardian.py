@@ -83,7 +83,7 @@ class Guardian:
 def start_guardian(
     tag: Tag,
     *,
-    remove: str | None = None,
+    remove: Sequence[str] = (),
     stopped_limit: float | None = None,
     still_takes_part: Callable[[], bool] = lambda: False,
 ) -> Guardian:
@@ -91,7 +91,7 @@ def start_guardian(
 
     Args:
         tag: What it ends when this process dies, however that happens.
-        remove: A node-local folder of the agent's, removed with all that is in it at the same time.
+        remove: Node-local folders of the agent's, removed with all that is in them at the same time.
         stopped_limit: When this process has been stopped (SIGSTOP) for so many seconds, the other nodes may have gone
             on without its workers, and these are ended. None: never.
         still_takes_part: Whether the others have not: then they are not ended. Asked in a process of its own, which may
@@ -126,7 +126,7 @@ def _be_guardian(
     agent: int,
     read_end: int,
     tag: Tag,
-    remove: str | None,
+    remove: Sequence[str],
     stopped_limit: float | None,
     still_takes_part: Callable[[], bool],
 ) -> NoReturn:
@@ -149,10 +149,10 @@ def _be_guardian(
         children = ChildSnapshot(agent, leave_out=(os.getpid(),))
         if _agent_died(agent, 3, tag, stopped_limit, still_takes_part, children):
             end_tagged(tag, clock=SystemClock(), children=children)
-            if remove is not None:
-                import shutil  # only here: it costs as much as all the rest
+            import shutil  # only here: it costs as much as all the rest
 
-                shutil.rmtree(remove, ignore_errors=True)
+            for folder in remove:
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)
 

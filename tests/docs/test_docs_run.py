@@ -220,6 +220,7 @@ def python_blocks() -> list[tuple[str, str]]:
 
 
 TAKES_MORE = {
+    "checkpoints.md": "a group of ranks: tests/integration/test_local_run_checkpoints.py",
     "from-submitit.md": "jobs: test_programs_that_submit_run, and tests/integration/test_submission_*",
     "restart-in-process.md": "a group of ranks: test_a_wrapped_function_restarts, tests/integration/test_inprocess_*",
     "rendezvous.md": "a shared folder, and several processes: tests/integration/test_torch*",

@@ -21,7 +21,7 @@ _AGENT = """
 tag = tree.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"],
                jobs=frozenset(os.environ.get("JOBS", "").split()))
 limit = float(os.environ["LIMIT"]) if "LIMIT" in os.environ else None
-guard = guardian.start_guardian(tag, remove=os.environ.get("LOCAL"), stopped_limit=limit)
+guard = guardian.start_guardian(tag, remove=[*filter(None, [os.environ.get("LOCAL")])], stopped_limit=limit)
 worker = start(DAEMON, HPC_ELASTIC_TAG=str(tag))
 daemon = int(read_line(worker.stdout_fd))
 until(lambda: (tree.look_at(guard.pid).name, tree.look_at(guard.pid).state) == (guardian.GUARDIAN_NAME, "S"))

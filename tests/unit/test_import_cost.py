@@ -91,7 +91,7 @@ AGENT = (
     "from hpc_elastic.agent import part, round_workers\n"
     "round_workers.load()\n"
     "for name, _, is_needed in part.PARTS:\n"
-    "    if name != 'fork_server': __import__(f'hpc_elastic.agent.{name}')\n"
+    "    if name not in ('fork_server', 'checkpoint_copies'): __import__(f'hpc_elastic.agent.{name}')\n"
 )
 """All that is loaded when the first worker starts."""
 MOST_AT_START = 90

@@ -25,6 +25,7 @@ import hpc_elastic
 from hpc_elastic.agent import health_gpu
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.base import codec
+from hpc_elastic.checkpoints.replicas import Header
 from hpc_elastic.doctor.probe_site import ProbeSettings
 from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.evidence import read_failure, write_evidence
@@ -330,6 +331,7 @@ def test_the_page_on_files_names_the_records_that_are_written_to_disk() -> None:
     elsewhere |= {cls for cls in RECORDS if ".rehearsal." in cls.__module__}  # what a step is given and prints
     elsewhere |= {BadNodeSettings, RankHeartbeat}  # within another record
     elsewhere |= {cls for cls in RECORDS if cls.__name__.startswith("_")}  # the head of each line of an event log
+    elsewhere |= {Header}  # between two agents
     elsewhere |= {ProbeSettings}  # on a worker's command line
     written = {(cls.__module__.split(".")[1], cls.__qualname__) for cls in RECORDS if cls not in elsewhere}
     assert named == {(package, name) for package, name in written if package not in SENT}

@@ -1,0 +1,210 @@
+"""``hpc_elastic.checkpoint_dir`` and ``latest_checkpoint``, for a training script. No torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import time
+from functools import cache
+from operator import index
+from pathlib import Path
+from types import TracebackType
+
+from hpc_elastic.base import codec
+from hpc_elastic.checkpoints.layout import (
+    DIRTY,
+    START_VARIABLE,
+    WHOLE,
+    Part,
+    Saving,
+    Start,
+    bytes_in,
+    files_of,
+    parts_in,
+    remove,
+    walk,
+)
+from hpc_elastic.worker_api.heartbeat import section
+
+ROOM_SECONDS = 60.0
+PEERS_SECONDS = 1800.0
+"""Outside of a run with ``--checkpoint-dir``: how long rank 0 waits for the other ranks to leave."""
+
+
+class checkpoint_dir:
+    """``with checkpoint_dir(step=1200) as folder:``: an empty folder for the files of one checkpoint.
+
+    All ranks enter it, also those that write nothing. The ranks of a node share the folder: a file's name has the rank
+    where each rank writes one. The checkpoint counts when all ranks have left; where one left by an exception, or was
+    killed, nothing stays. It is a section ``checkpoint`` of the heartbeats, too.
+
+    In a run with ``--checkpoint-dir`` the folder is on the node, and the agent copies it. Elsewhere it is below `into`
+    on a filesystem that all ranks share, rank 0 waits for the others to leave, and nothing is removed.
+    """
+
+    def __init__(self, step: int, *, into: str | os.PathLike[str] = "checkpoints") -> None:
+        """Args:
+        step: The last step that the checkpoint holds; 0 or more.
+        into: The folder for checkpoints without ``--checkpoint-dir``, as for `latest_checkpoint`.
+
+        Raises:
+            TypeError, ValueError: `step` is no whole number, or negative.
+        """
+        self._step = index(step)
+        self._section = section("checkpoint", step=step)
+        self._into = Path(into)
+        self._dirty = self._final = Path()
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._ranks = int(os.environ.get("WORLD_SIZE", "1"))
+
+    def __enter__(self) -> Path:
+        """Raises OSError: the node has no room for another checkpoint (ENOSPC), or mkdir's."""
+        start = read_start()
+        if start is not None:
+            part = Part(Saving(self._step, start.attempt, start.round, start.count), start.index)
+            local = Path(start.local)
+            self._dirty, self._final, self._ranks = local / part.name(DIRTY), local / part.name(WHOLE), start.ranks
+            if not self._dirty.exists():
+                _await_room(local, start.room)
+        else:
+            self._dirty = self._into / f".dirty-step-{self._step}{_start_name()}"
+            self._final = self._into / f"step-{self._step}"
+            self._into.mkdir(parents=True, exist_ok=True)
+            if self._ranks == 1:
+                remove(self._dirty)
+        folder = self._dirty / f"step-{self._step}"
+        self._dirty.mkdir(mode=0o700, exist_ok=True)
+        for how in ("left", "failed"):
+            self._mark(how).unlink(missing_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._section.__enter__()
+        return folder
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_plain = read_start() is None
+        deadline = time.monotonic() + PEERS_SECONDS
+        try:
+            self._mark("left" if kind is None else "failed").touch(mode=0o600)
+            while not settle(self._dirty, self._final, self._ranks, replaces=is_plain):
+                if not is_plain or self._rank or kind is not None:
+                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self._dirty}: not all {self._ranks} ranks left their checkpoint_dir")
+                time.sleep(0.02)
+        except FileNotFoundError:
+            pass  # another rank was first, or the round is over
+        except BaseException as failed:
+            kind = kind or type(failed)
+            raise
+        finally:
+            self._section.__exit__(kind, error, trace)
+
+    def _mark(self, how: str) -> Path:
+        return self._dirty / f"rank-{self._rank:05d}.{how}"
+
+
+def settle(dirty: Path, final: Path, ranks: int, *, replaces: bool = False) -> bool:
+    """Make a checkpoint whole once all ranks have left it; whoever sees that first does it.
+
+    `replaces`: without an agent, where the files alone become `final`, in place of an older one. Returns whether all
+    have left. Raises FileNotFoundError: another process was first.
+    """
+    marks = [name for name in os.listdir(dirty) if name.startswith("rank-")]
+    if len(marks) < ranks:
+        return False
+    is_whole = not any(name.endswith(".failed") for name in marks)
+    if is_whole and replaces:
+        if final.exists():
+            os.rename(final, final.with_name(f".old-{final.name}"))
+        os.rename(dirty / final.name, final)
+        shutil.rmtree(final.with_name(f".old-{final.name}"), ignore_errors=True)
+    elif is_whole and not final.exists():
+        os.rename(dirty, final)
+        return True
+    remove(dirty)
+    return True
+
+
+def latest_checkpoint(*, into: str | os.PathLike[str] = "checkpoints") -> Path | None:
+    """The folder with the checkpoint to continue from, of all ranks the same step; None: begin from the start.
+
+    It was chosen when this round's workers started, and does not change in the round. The name is ``step-<step>``. The
+    folder is the node's own where that has what its ranks wrote, else the one on the shared filesystem.
+    """
+    start = read_start()
+    if start is not None:
+        if not start.latest:
+            return None
+        return next((path for path in map(Path, start.latest) if path.exists()), Path(start.latest[-1]))
+    root, found = Path(into), {}
+    for name in sorted(os.listdir(root) if root.is_dir() else ()):
+        if match := re.fullmatch(r"(?:\.old-)?step-(\d+)", name):
+            found[int(match[1])] = name  # a whole one sorts after an older one of its step
+    if not found:
+        return None
+    step = max(found)
+    if found[step].startswith("."):  # a process was killed as it replaced it
+        os.rename(root / found[step], root / f"step-{step}")
+    return root / f"step-{step}"
+
+
+def node_folder(name: str) -> Path | None:
+    """A folder of this node for files on their way to a `checkpoint_dir`; None without ``--checkpoint-dir``."""
+    start = read_start()
+    if start is None:
+        return None
+    folder = Path(start.local, f"{name}-{start.attempt}-{start.round}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Move what is there; other ranks may be writing to their own files, or moving them. Both on one filesystem."""
+    for name in walk(source) if source.is_dir() else ():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.rename(source / name, target / name)
+        except FileNotFoundError:
+            pass  # another rank was first
+
+
+def read_start() -> Start | None:
+    """What the agent wrote for the workers of this round; None without ``--checkpoint-dir``."""
+    path = os.environ.get(START_VARIABLE)
+    return _read_start(path) if path else None
+
+
+@cache
+def _read_start(path: str) -> Start:
+    found = codec.load(Path(path), Start)
+    if not isinstance(found, Start):
+        raise RuntimeError(f"{path}, which this node's agent wrote, is {found}")
+    return found
+
+
+def _await_room(local: Path, room: int) -> None:
+    """The agent removes what is committed; a worker that saves more than can be copied waits for it."""
+    deadline = time.monotonic() + ROOM_SECONDS
+    while True:
+        sizes = [bytes_in(files_of(part, state, local)) for part, state in parts_in(local, WHOLE).items()]
+        used = bytes_in(local)
+        if not sizes or used + sizes[-1] <= room:
+            return
+        if time.monotonic() > deadline:
+            raise OSError(
+                errno.ENOSPC,
+                f"checkpoints take {used >> 20} MiB on this node, and may take {room >> 20} MiB: there is no room for "
+                f"another one of {sizes[-1] >> 20} MiB; give more with --checkpoint-local, or save less often",
+                str(local),
+            )
+        time.sleep(0.1)
+
+
+def _start_name() -> str:
+    """Names one start of the workers, for all ranks alike."""
+    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    return "".join(f".{re.sub('[^A-Za-z0-9-]', '-', os.environ.get(name, ''))}" for name in names)
