@@ -30,6 +30,7 @@ PARTS = {
     "agent": "an agent",
     "heartbeat": "a worker's heartbeat",
     "output": "the output of 8 workers, 30 MB each",
+    "checkpoints": "a checkpoint of 4 nodes: straight to the server, and through the nodes",
     "evidence": "CPU for the evidence of",
     "report": "a report, CPU and memory",
     "hangs": "dumps of 1,024 ranks",

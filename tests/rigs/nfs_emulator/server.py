@@ -52,7 +52,7 @@ class Server:
         self.counters: Counter[str] = Counter()
         self.root = os.open(backing, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._faults: list[Fault] = []
-        self._guard = threading.Lock()
+        self._guard, self._wire = threading.Lock(), threading.Lock()
         self._running = threading.Event()
         self._running.set()
 
@@ -138,8 +138,15 @@ class Server:
         """Without counting. Raises ENOENT."""
         return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
+    def _carry(self, size: int) -> None:
+        """Wait as long as the bytes take: one operation after the other has the server's whole bandwidth."""
+        if self.settings.bandwidth:
+            with self._wire:
+                time.sleep(size / self.settings.bandwidth)
+
     def read(self, handle: int, size: int, offset: int) -> bytes:
         self.attributes(handle)
+        self._carry(size)
         fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.pread(fd, size, offset)
@@ -148,6 +155,7 @@ class Server:
 
     def write(self, handle: int, data: bytes, offset: int) -> None:
         self.attributes(handle)
+        self._carry(len(data))
         fd = os.open(f"/proc/self/fd/{handle}", os.O_WRONLY | os.O_CLOEXEC)
         try:
             view = memoryview(data)

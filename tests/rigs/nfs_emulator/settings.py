@@ -42,6 +42,8 @@ class MountSettings:
     """Of the server's clock against this host's."""
     latency: float = 0.0
     """Of each operation on the server."""
+    bandwidth: float = 0.0
+    """Bytes per second of the server for this mount; 0: no limit."""
     locks: str = "server"
     """Where flock() holds: "server" for all mounts, "local" within one mount, "none": ENOLCK. Not changed later."""
 
