@@ -165,7 +165,7 @@ class _AttemptRun(Struct, eq=False):
         decision = conclude(context, result, files=self._files, is_hurried=is_hurried)
         end_with_commands(commands, result, decision, files=self._files, is_hurried=is_hurried)
         events.close(within=HUNG_SECONDS)
-        if decision.action is RequeueAction.END and not launcher.running():
+        if decision.action is RequeueAction.END and not launcher.running() and not self._files.stuck_for():
             self._fold(within=LATE_FOLD_SECONDS if result.signal_number is not None else FOLD_SECONDS)
         return decision
 

@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.launch.site import agent_command
-from tests.rigs import ddp_script
 from tests.rigs.local_run import LocalRun
 
 
@@ -22,9 +22,8 @@ def _said(*argv: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--fail", "raise@5")], ids=["undisturbed", "with-a-restart"])
-def test_a_run_that_is_over_leaves_few_files(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    script = [ddp_script.__file__, "--steps", "12", *arguments]
-    with LocalRun(tmp_path, "", nproc=2, interpreter=script) as run:
+def test_a_run_that_is_over_leaves_few_files(ddp_run: Callable[..., LocalRun], arguments: tuple[str, ...]) -> None:
+    with ddp_run("--steps", "12", *arguments, nproc=2) as run:
         assert run.finish(within=200.0) == 0
         root = run.paths.root
         found = [Path(folder, name) for folder, folders, files in os.walk(root) for name in (*folders, *files)]

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.output.log_streams import merged, read_round_marks, readers_of, round_numbers, streams_of
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.write import write_report
 from hpc_elastic.run.attempt import StoredResult
+from hpc_elastic.run.event_reader import EventFile, event_files
 from hpc_elastic.run.fold import LARGEST_OUTPUT, fold_run
 from hpc_elastic.run.log_pieces import piece_path
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -143,6 +145,23 @@ def test_an_attempt_without_an_end_and_one_that_is_late_are_left(tmp_path: Path)
     fold(paths)
     files, folders, links = before
     assert counted(paths.root) == (files - 1, folders, links - 1)
+
+
+def test_a_reader_that_has_begun_goes_on_where_it_was(tmp_path: Path) -> None:
+    paths = ended_run(tmp_path / "run", printed=lambda rank: b"first\nlast")
+    attempt = paths.attempt(0)
+    output = OutputReader(attempt.rank(1, 0).stdout)
+    (written,) = [path for path in event_files(attempt.events) if path.name.startswith("supervisor")]
+    events = EventFile(written, chunk=200)
+    begun = [output.read(), events.read()]
+    fold(paths)
+    whole = OutputReader(attempt.rank(1, 0).stdout), EventFile(written)
+    assert [chunk.data for chunk in (begun[0], output.read(), output.rest()) if chunk] == [
+        chunk.data for chunk in (whole[0].read(), whole[0].read(), whole[0].rest()) if chunk
+    ]
+    assert [line.number for line in (*(begun[1] or ()), *events.events())] == [
+        line.number for line in whole[1].events()
+    ]
 
 
 class _KilledError(BaseException):
