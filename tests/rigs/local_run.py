@@ -255,7 +255,10 @@ class LocalRun:
 
     def attempt(self, number: int = 0) -> AttemptPaths:
         """Its files where they were written, also when the run is over."""
-        return AttemptPaths(unfold(self.paths.attempt(number).root))
+        attempt = self.paths.attempt(number)
+        if self._supervisor is not None and self._supervisor.poll() is not None:
+            unfold(attempt.root)
+        return attempt
 
     def rank(self, rank: int, *, round_index: int = 0, attempt: int = 0) -> RankPaths:
         return self.attempt(attempt).rank(round_index, rank)
