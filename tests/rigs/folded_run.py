@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
-from hpc_elastic.base.folded import OUTPUT, RECORDS, read_parts
+from hpc_elastic.base.folded import OUTPUT, RECORDS, open_file, read_parts
+from hpc_elastic.output.log_streams import round_numbers, streams_of
+from hpc_elastic.output.log_times import STDOUT
+from hpc_elastic.run.paths import AttemptPaths
 
 
-def unfold(attempt: Path) -> Path:
+def printed(attempt: Path) -> list[str]:
+    """What each rank printed to stdout in each round, also while the supervisor folds the run."""
+    paths = AttemptPaths(attempt)
+    streams = (one for index in round_numbers(paths) for one in streams_of(paths, index, streams=(STDOUT,)))
+    texts = []
+    for stream in streams:
+        with suppress(FileNotFoundError), open(open_file(stream.path), encoding="utf-8") as file:
+            texts.append(file.read())
+    return texts
+
+
+def unfold(attempt: Path) -> None:
+    """For a run whose processes have ended."""
     for folded in (attempt / OUTPUT, attempt / RECORDS):
         for name, (at, size) in read_parts(folded).items():
             path, data = attempt / name, folded.read_bytes()[at : at + size]
@@ -18,4 +34,3 @@ def unfold(attempt: Path) -> Path:
             elif not path.exists():
                 path.write_bytes(data)
         folded.unlink(missing_ok=True)
-    return attempt

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.rigs import lockstep
 from tests.rigs.event_pairs import read_events
-from tests.rigs.folded_run import unfold
+from tests.rigs.folded_run import printed
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED
 
@@ -171,8 +171,8 @@ class Run:
 
     def check_training(self, attempt: int = 0) -> None:
         """That the lock-step trainer ended with the state that so many steps lead to, on all ranks that wrote it."""
-        logs = sorted(unfold(self.root / f"attempt-{attempt:03d}").glob("round-*/rank-*/stdout.log"))
-        found = {line for log in logs for line in re.findall(r"final: step=(\d+) state=(\d+)", log.read_text())}
+        texts = printed(self.root / f"attempt-{attempt:03d}")
+        found = {line for text in texts for line in re.findall(r"final: step=(\d+) state=(\d+)", text)}
         assert len(found) == 1, f"{found}\n{self.log}"
         steps, state = map(int, *found)
         assert state == lockstep.expected(steps)

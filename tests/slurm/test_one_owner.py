@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.rigs.folded_run import unfold
+from tests.rigs.folded_run import printed
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.slurm_runs import ALL_COME, SHORT, Run, SlurmRuns
@@ -20,8 +20,8 @@ def runs(cluster: SlurmCluster) -> SlurmRuns:
 
 def _steps(run: Run, attempt: int) -> list[float]:
     """When the attempt's ranks did their steps, by the machine's one clock."""
-    logs = unfold(run.root / f"attempt-{attempt:03d}").glob("round-*/rank-*/stdout.log")
-    return sorted(float(at) for log in logs for at in re.findall(r"^step \d+ at (\d+\.\d+)$", log.read_text(), re.M))
+    texts = printed(run.root / f"attempt-{attempt:03d}")
+    return sorted(float(at) for text in texts for at in re.findall(r"^step \d+ at (\d+\.\d+)$", text, re.M))
 
 
 def _left(run: Run) -> list[str]:
