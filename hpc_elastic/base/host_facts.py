@@ -75,7 +75,7 @@ def files_written_by(pid: int) -> list[Path]:
 def kernel_text(path: str, errors: str = "replace") -> str:
     """What a file of /proc or a cgroup holds; empty where it can't be read."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             return file.read().decode("utf-8", errors)
     except OSError:
         return ""
