@@ -198,10 +198,11 @@ class Session:
 
 
 def fitted(line: str) -> str:
-    """A line as a page shows it."""
+    """A line as a page shows it; an option of a command stays with its value."""
+    kept = re.sub(r"(?<= )(-\S+) (?=[^-\s])", "\\1\xa0", line) if line.endswith("\\") else line
     return textwrap.fill(
-        line, WIDTH, subsequent_indent=_GOES_ON, break_long_words=False, break_on_hyphens=False, expand_tabs=False
-    )
+        kept, WIDTH, subsequent_indent=_GOES_ON, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    ).replace("\xa0", " ")
 
 
 def _source(line: str) -> str:
