@@ -189,6 +189,7 @@ def cli_page() -> str:
             parts.append(f"## {name}\n\nThe same as [{other}](#{other}).\n")
             continue
         shown = help_text(name, option="--help-all" if name in ("submit", "run", "agent") else "--help")
+        shown = re.sub(r"\n\nexamples:\n(?:  [^\n]*\n?)+", "\n", shown).rstrip()  # how-to pages have more
         if name != "submit":
             shown = re.sub(r"\n  --runs-dir DIR +folder of the runs[^)]*\)", "", shown)
             shown = re.sub(r"\n\n  RUN: run id or.*?(?=\n\n|\Z)", "", shown, flags=re.DOTALL)

@@ -100,8 +100,11 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
 )
 """Heading, introduction, and by where it is imported from: the file and the names in it."""
-NAMES_OF_OTHERS = ("hpc_elastic.inprocess.", "hpc_elastic.failures", "hpc_elastic.pytorch")
-"""Their arguments and methods are those of NVIDIA's extension and of torch, whose manuals have them."""
+NAMES_OF_OTHERS = (
+    "hpc_elastic.inprocess.", "hpc_elastic.failures", "hpc_elastic.pytorch", "hpc_elastic.agent",
+    "hpc_elastic.submission",
+)  # fmt: skip
+"""Their arguments and methods are those of NVIDIA's extension, torch and submitit, whose manuals have them."""
 
 Callable_ = ast.FunctionDef | ast.AsyncFunctionDef
 _GOOGLE = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note):(.*)$")
