@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Post = Callable[[Callable[[], object]], None]
 """Has an action carried out, now or by another thread."""
 _STATES = tuple(state.name.lower() for state in WorkerState)
-_NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
+_NAME = r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z"
 
 
 class MetricSink(Protocol):
@@ -55,7 +55,7 @@ class PrometheusMetrics:
         self._states: dict[tuple[str, str], float] = {}
 
     def put(self, name: str, value: float) -> None:
-        match = _NAME.match(name)
+        match = re.match(_NAME, name, re.DOTALL)
         if match is None:
             return
         role, what = match["role"], match["what"]

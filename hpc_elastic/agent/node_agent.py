@@ -45,7 +45,6 @@ from hpc_elastic.run.agent_events import AgentEnded, WorkersStarted, WorkersStop
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError, reap_orphans
-from hpc_elastic.workers.stop import Stopped
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.failure_reports import FailureReports
@@ -318,7 +317,7 @@ class NodeAgent:
         if self._stop_due is None or workers is None:
             return
         result = workers.step_stop()
-        if not isinstance(result, Stopped):
+        if isinstance(result, (float, int)):
             self._stop_due = self.site.clock.monotonic() + result
             return
         self._stop_due = None

@@ -22,11 +22,11 @@ from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.agent_events import WorkersStopped
 from hpc_elastic.run.option_values import shown_in_job_log
 from hpc_elastic.workers.spawn import EnvironmentChange
-from hpc_elastic.workers.stop import Stopped
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import ForkWorkers, LocalWorkers
     from hpc_elastic.agent.part import AgentSite
+    from hpc_elastic.workers.stop import Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from hpc_elastic.base.clock import Clock, SystemClock, pause
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.workers import linux, tree
-from hpc_elastic.workers.handlers import Inside
-from hpc_elastic.workers.stop import RUNTIME_SECONDS
+from hpc_elastic.workers.handlers import RUNTIME_SECONDS, Inside
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc, Tag, TreeKiller
 
 GUARDIAN_NAME = "hpc-el-guardian"

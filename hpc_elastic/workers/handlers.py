@@ -17,6 +17,8 @@ from hpc_elastic.base.host_facts import kernel_fields
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import Delivery, Environ, Proc
 
+RUNTIME_SECONDS = 5.0
+"""Time for a container's runtime to clean up, after the first SIGKILL to what is inside."""
 INSIDE_VARIABLE = "HPC_ELASTIC_INSIDE"
 """The local rank, in a process that a container's runtime has started inside; the runtime itself does not have it."""
 

@@ -23,15 +23,13 @@ from msgspec import Struct, field
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.handlers import Inside, find_rank_processes
+from hpc_elastic.workers.handlers import RUNTIME_SECONDS, Inside, find_rank_processes
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, reap_orphans
 from hpc_elastic.workers.tree import Delivery, Proc, TreeKiller
 
 logger = logging.getLogger(__name__)
 
 _KILL_BOUND_S = 5.0
-RUNTIME_SECONDS = 5.0
-"""Time for a container's runtime to clean up, after the first SIGKILL to what is inside."""
 ORPHAN_SECONDS = 5.0
 """Grace for what outlived a worker that had ended before."""
 _MOST_ORPHANS = 8

@@ -129,8 +129,8 @@ def test_what_dead_agents_left_goes_and_what_living_ones_have_stays(
     monkeypatch.setattr(heartbeats, "_is_local", lambda base, mounts: True)
     # Another process: a lock is no hindrance to its own holder.
     code = (
-        "import sys; from pathlib import Path; from hpc_elastic.agent.heartbeats import _make\n"
-        f"folder = _make(Path({str(tmp_path)!r}) / ('{PREFIX}' + sys.argv[1]))\n"
+        "import sys; from pathlib import Path; from hpc_elastic.agent.heartbeats import make_folder\n"
+        f"folder = make_folder(Path({str(tmp_path)!r}) / ('{PREFIX}' + sys.argv[1]))\n"
         "print(flush=True)\nif sys.argv[1] == 'alive': sys.stdin.read()"
     )
     subprocess.run([sys.executable, "-c", code, "dead"], check=True, stdout=subprocess.DEVNULL)
