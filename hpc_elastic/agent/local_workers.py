@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -121,7 +122,8 @@ class LocalWorkers:
                 try:
                     os.mkdir(folder, 0o700)  # in a folder that only this user may enter
                 except FileNotFoundError:
-                    make_private_dir(folder.parent)
+                    with suppress(FileExistsError):
+                        os.mkdir(folder.parent, 0o700)
                     make_private_dir(folder)
                 except FileExistsError:
                     check_private_dir(folder)

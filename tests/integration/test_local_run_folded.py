@@ -42,7 +42,7 @@ def test_a_run_that_is_over_leaves_few_files(ddp_run: Callable[..., LocalRun], a
         assert f"used     : {newest} of 3 restarts" in status
         assert str(attempt.root / "output.log") in status
         if arguments:
-            assert "raise" in _said("logs", str(root), "--around-failure")
+            assert "bad batch" in _said("logs", str(root), "--around-failure")
             assert Path(json.loads(attempt.report_json.read_text())["verdict"]["failure"]["error_file"]).exists()
 
         before = sorted(root.rglob("*"))
