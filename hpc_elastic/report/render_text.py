@@ -184,9 +184,10 @@ def _others(
     if not rest and not lost:
         return []
     if is_counted and is_known:
-        consequences = [f for f in rest if f.failure_class in _CONSEQUENCES or f.global_rank in verdict.same_failure]
-        counted = wording.count_failures(consequences)
-        rest = [failure for failure in rest if failure not in consequences]
+        same = set(verdict.same_failure)
+        follows = [one.failure_class in _CONSEQUENCES or one.global_rank in same for one in rest]
+        counted = wording.count_failures([one for one, does in zip(rest, follows, strict=True) if does])
+        rest = [one for one, does in zip(rest, follows, strict=True) if not does]
         if not rest and not lost:
             return [fit(f"  {counted}", width)]
     order = list(wording.FAILURE_WORDS)
