@@ -308,7 +308,7 @@ class AttemptHistory(Struct, kw_only=True):
 
     @property
     def filesystem_failed(self) -> bool:
-        """Whether the filesystem refused several nodes, or all: then it was not the nodes that were broken."""
+        """The filesystem refused several nodes, or all: the nodes were well."""
         ends = [end for end in self.agent_ends if end.code == REFUSED_CODE]
         names = {end.name.partition(".")[0] for end in ends}
         for end in ends:

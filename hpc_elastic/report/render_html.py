@@ -16,15 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from hpc_elastic.base.text import milliseconds_text, plural, safe_text
+from hpc_elastic.base.text import local_time, milliseconds_text, plural, safe_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import NOTABLE_NS
 from hpc_elastic.report.document import NOT_AVAILABLE, Document, round_entry
 from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_html_chart import ZOOMS, ChartLimits, describe_spans, draw_chart
-from hpc_elastic.report.render_html_text import clock_time, duration, names, ranks, shorten, time_of_day, zone
+from hpc_elastic.report.render_html_chart import (
+    ZOOMS,
+    ChartLimits,
+    clock_time,
+    describe_spans,
+    draw_chart,
+    duration,
+    names,
+    ranks,
+    shorten,
+    time_of_day,
+)
 from hpc_elastic.report.subject import Subject
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline
 from hpc_elastic.run.paths import RunPaths
@@ -85,7 +95,7 @@ def render_page(template: str, **context: Any) -> str:
 
 
 def is_cheap(history: RunHistory) -> bool:
-    """Whether the page may be made at the end of an attempt."""
+    """The page may be made at the end of an attempt."""
     return sum(len(item.nodes) for part in history.attempts for item in part.rounds) <= CHEAP_NODE_ROUNDS
 
 
@@ -115,7 +125,7 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         "report/templates/page.html",
         title=f"{history.name} \u00b7 {history.run_id}",
         document=document,
-        **_head(document, zone=zone(timeline.attempts[0].start_ns if timeline.attempts else None)),
+        **_head(document, zone=_zone(timeline.attempts[0].start_ns if timeline.attempts else None)),
         verdict=_verdict(document, opens=_entry_of(subject, entries)),
         goodput=_goodput(document),
         chart=chart,
@@ -203,6 +213,13 @@ def _describe_cost(cost: Cost, goodput: Goodput) -> str:
     more += [f"{duration(cost.recomputed)} of steps done again"] if cost.recomputed > 0.05 else []
     more += [] if cost.recovered else ["no step after it" if goodput.steps_known else "to the end"]
     return shorten(cost.what, 300) + (f" ({', '.join(more)})" if more else "")
+
+
+def _zone(when_ns: int | None) -> str:
+    """``UTC+02:00``: what the page's times are to be read as."""
+    moment = local_time(when_ns)
+    offset = moment.astimezone().strftime("%z") if moment is not None else ""
+    return f"UTC{offset[:3]}:{offset[3:5]}" if offset else "local time"
 
 
 def _attempts(history: RunHistory) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct, field
 
-from hpc_elastic.base.text import plural
-from hpc_elastic.report.render_html_text import clock_time, duration, names, ranks, shorten, time_of_day
+from hpc_elastic.base.text import duration as _duration
+from hpc_elastic.base.text import plural, ranks_text, time_text
 from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline, make_axis
 from hpc_elastic.report.timeline_attempt import Span, State
+from hpc_elastic.slurm.notation import HostlistError, compress
 
 ZOOMS = (1, 4, 16, 64)
 _TICKS = (1, 4, 16)
@@ -28,6 +30,33 @@ _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
     State.LOST: ("s-x", (3, 8, 13)),
 }
 _WORKING = (State.RUNNING, State.UP)
+
+
+duration = partial(_duration, fine=True)
+ranks = partial(ranks_text, limit=60)
+
+
+def clock_time(when_ns: int | None, *, fine: bool = False) -> str:
+    """``2026-11-21 05:30:00``, local time where the page is made."""
+    return time_text(when_ns, fine=fine, separator=" ") if when_ns else "?"
+
+
+def time_of_day(when_ns: int | None, *, fine: bool = False) -> str:
+    """``05:30:00``."""
+    return time_text(when_ns, date=False, fine=fine) if when_ns else "?"
+
+
+def names(hosts: Sequence[str], *, limit: int = 60) -> str:
+    """``n[1-4,6]``."""
+    try:
+        shown = compress(dict.fromkeys(hosts))
+    except HostlistError:
+        shown = ",".join(hosts)
+    return shorten(shown, limit)
+
+
+def shorten(value: str, limit: int) -> str:
+    return value if len(value) <= limit else f"{value[: limit - 1]}\u2026"
 
 
 class ChartLimits(Struct, frozen=True, kw_only=True):

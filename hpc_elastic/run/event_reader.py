@@ -252,11 +252,11 @@ class EventFile:
         wanted, names = self._wanted, self._names
         if wanted is not None and not wanted.search(data):
             return []  # not even decoded
-        found = []
+        found, has_long = [], has_long_number(data)
         for raw in data.split(b"\n"):
             if not raw or (wanted is not None and not wanted.search(raw)):
                 continue
-            read = _read(raw)
+            read = _read(raw, may_be_long=has_long)
             if read is None or (names is not None and read[0].event not in names):
                 continue
             head, event = read
@@ -266,9 +266,9 @@ class EventFile:
         return found
 
 
-def _read(raw: bytes) -> tuple[_Head, RunEvent | None] | None:
+def _read(raw: bytes, *, may_be_long: bool) -> tuple[_Head, RunEvent | None] | None:
     """A line's head and event; None: it is torn or foreign. Its other values are decoded on demand."""
-    if not has_long_number(raw):
+    if not (may_be_long and has_long_number(raw)):
         try:
             head = decoder(_Head).decode(raw)
             kind = _kind_of(head.event, head.role)

@@ -12,8 +12,7 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import CHEAP_NODE_ROUNDS, ENTRIES, STYLE, render_html
-from hpc_elastic.report.render_html_chart import ChartLimits
-from hpc_elastic.report.render_html_text import duration
+from hpc_elastic.report.render_html_chart import ChartLimits, duration
 from hpc_elastic.report.write import write_report
 from tests.browser.sample_runs import HOSTILE, hostile_run, hung_run, many_nodes_run, requeued_run
 from tests.rigs.run_builder import RunBuilder, make_failure
