@@ -138,7 +138,7 @@ def test_an_exception_and_a_signal_are_the_scripts_own(tmp_path: Path, image: Pa
     """
     with in_container(tmp_path, image, script, runtime=runtime, nodes=2, options=("--max-restarts", "1")) as run:
         assert run.finish() in (ExitCode.WORKERS_FAILED, ExitCode.NOT_RETRYABLE)
-        log = run.log()
+        log = run.log() + run.attempt().report_text.read_text()
     assert "KeyError: 'labels'" in log
     assert "exitcode  : -11" in log
     assert "SIGSEGV" in log
@@ -200,12 +200,12 @@ def test_however_it_ends_nothing_is_left_running_or_mounted(
         seconds = time.monotonic() - began
         saved = run.moments("saved")
         assert not run.moments("got-another"), "the same signal twice: a handler that saves is interrupted"
-        log = run.log()
+        report = run.attempt().report_text.read_text()
     expected = {"end": 0, "agent": 0, "term": 143, "deaf": 143}
     assert code == expected.get(how, code)
     if how in ("code", "killed"):
         assert code in (ExitCode.WORKERS_FAILED, ExitCode.NOT_RETRYABLE)
-        assert f"exitcode  : {42 if how == 'code' else -9}" in log
+        assert f"exitcode  : {42 if how == 'code' else -9}" in report
     assert [one["rank"] for one in sorted(saved, key=lambda one: one["rank"])] == ([0, 1] if how == "term" else [])
     assert seconds < 25, "it takes the script's time, not the grace"
     assert mounts_below(tmp_path) == []
