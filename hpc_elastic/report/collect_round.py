@@ -221,15 +221,8 @@ class RoundBuilder(Struct):
                 self.history.suspected_ns, self.history.suspicion = max(
                     (self.history.suspected_ns, self.history.suspicion), (when, event.reason[:_WORDS])
                 )
-            case of_agent.SlowRankFound():
-                slow = event.slow
-                self.slow_ranks[slow.rank, slow.since_ns] = of_agent.SlowRankEnded(round=event.round, slow=slow)
-            case of_agent.SlowRankEnded():
-                self.slow_ranks[event.slow.rank, event.slow.since_ns] = event
-            case of_agent.RunSlowed():
-                self.slow_run[event.pace.since_ns] = of_agent.RunSlowEnded(round=event.round, pace=event.pace)
-            case of_agent.RunSlowEnded():
-                self.slow_run[event.pace.since_ns] = event
+            case of_agent.SlowRankFound() | of_agent.SlowRankEnded() | of_agent.RunSlowed() | of_agent.RunSlowEnded():
+                self._take_slowness(event)
             case of_agent.StacksTaken():
                 self._take_stacks(event, when, node)
             case of_agent.RanksObserved():
@@ -239,6 +232,19 @@ class RoundBuilder(Struct):
                     self.activities[one.rank] = replace(one, names=one.names[:MOST_NAMED], **cut)
                 if event.sockets:
                     self.sockets[node] = Sockets(network=event.network, ranks=event.sockets)
+
+    def _take_slowness(self, event: RunEvent) -> None:
+        """Its end, where its agent reported one, takes the place of its beginning."""
+        match event:
+            case of_agent.SlowRankFound():
+                slow = event.slow
+                self.slow_ranks[slow.rank, slow.since_ns] = of_agent.SlowRankEnded(round=event.round, slow=slow)
+            case of_agent.SlowRankEnded():
+                self.slow_ranks[event.slow.rank, event.slow.since_ns] = event
+            case of_agent.RunSlowed():
+                self.slow_run[event.pace.since_ns] = of_agent.RunSlowEnded(round=event.round, pace=event.pace)
+            case of_agent.RunSlowEnded():
+                self.slow_run[event.pace.since_ns] = event
 
     def _loss(self, line: EventLine, **known: Any) -> NodeLoss:
         node = -1 if line.node is None else line.node
