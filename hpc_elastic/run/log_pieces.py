@@ -17,7 +17,6 @@ from msgspec import Struct
 from hpc_elastic.errors import UsageError
 
 DEFAULT_PIECES = 5
-_SIZE = re.compile(r"([0-9]{1,15})(?:([KMGT])(?:i?B)?|B)?\Z", re.IGNORECASE)
 _UNIT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _NUMBER = re.compile(r"\.([0-9]{3,9})\Z")
 
@@ -31,7 +30,7 @@ class PieceLimit(Struct, frozen=True, kw_only=True):
 
 def parse_bytes(text: str, option: str) -> int:
     """Read ``1G``, ``500M``, ``64K`` or bytes; powers of 1024, ``GB`` and ``GiB`` too."""
-    match = _SIZE.match(text.strip())
+    match = re.match(r"([0-9]{1,15})(?:([KMGT])(?:i?B)?|B)?\Z", text.strip(), re.IGNORECASE)
     if match is None:
         raise UsageError(f"{option} {text!r}: give a size such as 500M or 1G (K, M, G, T: powers of 1024)")
     return int(match[1]) << _UNIT[(match[2] or "").upper()]
