@@ -72,7 +72,7 @@ class UnableNode(Struct, frozen=True, kw_only=True):
 
 
 def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Whether the nodes failed alike, by something that lasts: another attempt would end the same way.
+    """Return whether the nodes failed alike, by something that lasts: another attempt would end the same way.
 
     One failing node shows nothing about the others, unless its agent itself says that the run is not usable.
     """
@@ -88,7 +88,7 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
 
 
 def is_refused_by_all(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Whether every agent refused the run's options: the job had enough nodes."""
+    """Return whether every agent refused the run's options: the job had enough nodes."""
     return len(unable) == nodes and all(node.code == ExitCode.USAGE for node in unable)
 
 

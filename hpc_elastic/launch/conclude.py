@@ -330,9 +330,9 @@ class LastFiles(Struct, eq=False):
 
     files: FileExecutor
     is_hurried: Callable[[], bool]
-    """Whether the user has asked (again) for the end: a mount that hangs is not waited for then."""
+    """The user has asked (again) for the end: a mount that hangs is not waited for then."""
     is_late: bool
-    """Whether a signal has ended the attempt: too little time for a mount that may never answer."""
+    """A signal has ended the attempt: too little time for a mount that may never answer."""
     _has_refused: bool = False
     """A retry has timed out before."""
 

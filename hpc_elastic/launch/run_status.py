@@ -116,7 +116,7 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     created_ns: int = 0
     started_ns: int = 0
-    """By the newest attempt's batch host's clock; 0: none has begun."""
+    """The newest attempt's begin, by its batch host's clock; 0: none has begun."""
     job_log: str = ""
     """Empty: it went to a terminal."""
     rank_logs: str = ""

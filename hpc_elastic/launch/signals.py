@@ -62,7 +62,7 @@ class Deadline(str, Enum):
 
 
 class Reaction(Struct, frozen=True):
-    """With END_TIME and GRACE workers may save first; with KILL_WAIT everything ends at once."""
+    """Workers may save first with END_TIME and GRACE; everything ends at once with KILL_WAIT."""
 
     meaning: Meaning
     deadline: Deadline

@@ -25,7 +25,7 @@ from hpc_elastic.workers.tree import node_key
 class AgentEnd(Struct, frozen=True, kw_only=True):
     node: int
     code: int | None
-    """As in `subprocess`; None: unknown."""
+    """The code as `subprocess` has it; None: unknown."""
     detail: str
     started: bool = True
     lasts: bool = False

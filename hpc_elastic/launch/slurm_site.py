@@ -67,7 +67,7 @@ def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: 
 
 
 def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Allocation:
-    """Whether a node still belongs to a job (None: unknown to Slurm) that had `restarts` when this attempt began.
+    """Decide whether a node still belongs to a job (None: unknown to Slurm) that began the attempt after `restarts`.
 
     An empty name is none of the job's nodes (a login node's salloc).
     """

@@ -96,7 +96,7 @@ def classify(text: str) -> type[SlurmError]:
 
 
 def is_limit(why: str) -> bool:
-    """Whether a refusal is for a limit of the account or the QOS: of a job's size, its time, or the number of jobs."""
+    """Return whether a refusal is for a limit of the account or the QOS: a job's size, its time, the number of jobs."""
     return "violates accounting/QOS policy" in why
 
 

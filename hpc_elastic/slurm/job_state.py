@@ -182,7 +182,7 @@ class JobState(Struct, frozen=True, kw_only=True):
 
 
 def is_hold(reason: str) -> bool:
-    """Whether only a ``release`` lets a job with this reason begin."""
+    """Return whether only a ``release`` lets a job with this reason begin."""
     # JobHeldUser, JobHeldAdmin; JobHoldMaxRequeue: it could not be launched MaxBatchRequeue times.
     return reason.startswith(("JobHeld", "JobHold")) or reason.endswith((" held", "held state"))
 

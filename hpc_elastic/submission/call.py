@@ -148,7 +148,7 @@ class CallTerms(Struct, frozen=True, kw_only=True):
 
 
 def is_timed_out(ran: float, *, limit: float) -> bool:
-    """Whether a notice after `ran` of `limit` seconds (0: none) means that the time is over, as submitit decides.
+    """Return whether a notice after `ran` of `limit` seconds (0: none) means the end of that time, as submitit decides.
 
     After four fifths of the limit, or up to ten minutes before its end: a job of ten minutes or less always is.
     """

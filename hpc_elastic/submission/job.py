@@ -210,7 +210,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return info if end is None else {**info, "JobID": self.job_id, "State": end.state}
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether it has ended, once and for all: a job that is about to come back has not.
+        """Return whether it has ended, once and for all: a job that is about to come back has not.
 
         Without `force_check` Slurm is asked seldom, and the run's files are looked at.
         """

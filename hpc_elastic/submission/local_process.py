@@ -53,7 +53,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
 
 
 def lives(paths: RunPaths) -> bool:
-    """Whether the run's launcher is there. Always for one on another machine, where that is unknown."""
+    """Return whether the run's launcher is there; True for one on another machine, where that is unknown."""
     facts = read_json(paths.launcher_json)
     if isinstance(facts, str):
         return False
