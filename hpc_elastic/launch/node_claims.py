@@ -84,22 +84,19 @@ class NodeClaims(Struct):
         """Choose nodes and hold them until all that inherit the descriptors have ended. Raises UsageError."""
         if self.folder is None:
             return choose_nodes(allocated, wish, {})
+        chosen: tuple[str, ...] = ()
         try:
-            return self._claim(self.folder, allocated, wish)
+            with host_lock(self.folder / "choosing", seconds=10.0):
+                taken = self._lock_all(self.folder, allocated)
+                try:
+                    chosen = choose_nodes(allocated, wish, taken)
+                finally:
+                    for node in [node for node in self.held if node not in chosen]:
+                        os.close(self.held.pop(node))
+            self.sign("")
         except OSError as error:
             logger.warning("runs of this allocation are not kept apart: %s", error)  # a full /dev/shm, say
             return choose_nodes(allocated, wish, {})
-
-    def _claim(self, folder: Path, allocated: Sequence[str], wish: NodeWish) -> tuple[str, ...]:
-        with host_lock(folder / "choosing", seconds=10.0):
-            taken = self._lock_all(folder, allocated)
-            chosen: tuple[str, ...] = ()
-            try:
-                chosen = choose_nodes(allocated, wish, taken)
-            finally:
-                for node in [node for node in self.held if node not in chosen]:
-                    os.close(self.held.pop(node))
-        self.sign("")
         return chosen
 
     def sign(self, run: str) -> None:

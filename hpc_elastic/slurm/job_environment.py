@@ -188,7 +188,7 @@ class _Reader:
 
 
 def _in_task(reader: _Reader) -> bool:
-    """Return whether srun started us. Special steps have ids from -6 to -1 (batch: -5), or the same as unsigned numbers.
+    """Return whether srun started us. Special steps have ids from -6 to -1 (batch: -5), or these as unsigned numbers.
 
     The variables of a step that the job was submitted from don't fit the job's own: slurmstepd sets SLURMD_NODENAME,
     and in a task SLURM_NNODES and SLURM_TASKS_PER_NODE of the step, in a batch script those of the job (all versions).
