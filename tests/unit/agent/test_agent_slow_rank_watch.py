@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.agent.part import PARTS
 from hpc_elastic.agent.slow_rank_watch import ANSWER_SECONDS, EVERY_SECONDS, LEAVE_SECONDS, SlowRankWatch
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
@@ -288,3 +289,10 @@ def test_the_best_hour_is_kept_for_the_next_round(clock: FakeClock, tmp_path: Pa
     best = codec.load(tmp_path / "pace.json", BestPace)
     assert isinstance(best, BestPace)
     assert (best.world_size, best.step) == (4, pytest.approx(1, rel=0.01))
+
+
+@pytest.mark.parametrize("choice", OnSlowRank)
+def test_off_asks_the_workers_nothing(choice: OnSlowRank) -> None:
+    needs = next(needs for module, _, needs in PARTS if module == "slow_rank_watch")
+    me: Any = SimpleNamespace(spec=SimpleNamespace(slow_ranks=choice))
+    assert needs(me) is (choice is not OnSlowRank.OFF)

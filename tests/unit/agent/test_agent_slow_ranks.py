@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,20 @@ def test_a_rank_of_any_node_is_named() -> None:
         f"rank 3 on n9 enters each all_reduce 30 ms after the others (median of {STEPS}): "
         "a step takes 0.100 s instead of 0.069 s"
     )
+
+
+def test_1024_ranks_are_judged_in_three_seconds() -> None:
+    calls = {"calls": (0,) * 128, "entered_us": (0, *(STEP_US + step % 3 for step in range(127)))}
+    late = {"calls": (0,) * 128, "entered_us": (LATE_US, *calls["entered_us"][1:])}
+    nodes = {}
+    for index in range(128):
+        ranks = range(8 * index, 8 * index + 8)
+        groups = [replace(arrivals(rank), **(late if rank == 777 else calls)) for rank in ranks]
+        nodes[index] = node(*groups, *(replace(one, group=f"tp{index}") for one in groups))
+    began = time.thread_time()
+    found, compared = find_slow(nodes, round_index=1, names=["n"] * 128)
+    assert time.thread_time() - began < 3
+    assert (list(found), len(compared)) == ([777], 1024)
 
 
 def test_what_another_round_wrote_counts_for_nothing() -> None:
