@@ -118,6 +118,7 @@ class NodeCheckpoints:
         remove_leftovers(self.local)
         self.place, self._flush, self._began_reporting = place, None, None
         self._dead.clear()  # a full disk may have room again
+        self._is_refused = False
         make_private_dir(place.reports.parent)
         make_private_dir(place.reports)
         whole = tuple(parts_in(self.local, WHOLE))
@@ -176,7 +177,8 @@ class NodeCheckpoints:
         last = choice.saving.step if choice.saving is not None else -1
         for prefix, target in [(one, target) for one in (TARGET, REPLICA) for target in self._targets(one)]:
             held = {p.index for one in reports for p in (*one.whole, *one.copies) if p.saving == target}
-            if target.step <= self.committed or target.step > last or held != set(range(target.count)):
+            is_stale = target.step <= self.committed or target.step > last or held != set(range(target.count))
+            if is_stale and target.attempt <= self.place.attempt:
                 remove(self.shared / target.target(self._run_uid, prefix=prefix))
         codec.save(self.place.reports / CHOICE_NAME, choice)
         step = choice.saving.step if choice.saving is not None else None
@@ -276,7 +278,8 @@ class NodeCheckpoints:
         if self.place is not None and self.place.index == 0:
             for prefix in (TARGET, REPLICA):
                 for target in self._targets(prefix):
-                    remove(self.shared / target.target(self._run_uid, prefix=prefix))
+                    if target.attempt <= self.place.attempt:  # else a later attempt has taken the run over
+                        remove(self.shared / target.target(self._run_uid, prefix=prefix))
 
     def report_left(self, why: str) -> None:
         """The run ends: say which checkpoint is lost with it."""

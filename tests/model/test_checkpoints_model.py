@@ -306,3 +306,15 @@ def test_what_is_no_checkpoint_of_ours_is_never_removed(tmp_path: Path) -> None:
     world.train(3)
     assert sorted(os.listdir(world.shared)) == ["notes", "other", "step-3"]
     assert INDEX_NAME in os.listdir(world.shared / "step-3")
+
+
+def test_the_end_of_an_attempt_leaves_the_copies_of_a_later_one(tmp_path: Path) -> None:
+    world = World(tmp_path, None, writes=each)
+    world.begin_round()
+    for attempt in (0, 1):
+        (world.shared / f".step-9.{UID[:8]}.{attempt}.0.2").mkdir()
+        (world.shared / f".replica-9.{UID[:8]}.{attempt}.0.2").mkdir()
+    for node in world.nodes:
+        node.finish()
+    assert {saving.attempt for saving in targets_in(world.shared, UID)} == {1}
+    assert len(os.listdir(world.shared)) == 2
