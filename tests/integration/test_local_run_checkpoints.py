@@ -54,7 +54,7 @@ def check_result(run: LocalRun, folder: Path, *, within: float = 80.0) -> int:
 @pytest.mark.parametrize("each", [True, False], ids=["each-rank", "rank-0"])
 def test_a_killed_worker_costs_the_steps_since_the_last_save(tmp_path: Path, each: bool) -> None:
     with run_with(tmp_path, each=each) as run:
-        run.until(lambda: "saved 10 in" in run.log(), "step 10")
+        run.until(lambda: run.log().count("saved 10 in") == 4, "step 10 on all ranks")
         kill_a_worker(run, 0)
         run.until(lambda: len(begins(run)) == 8, "second round")
         (tmp_path / "end").touch()
@@ -72,7 +72,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_save(tmp_path: Path, eac
 
 def test_what_is_on_the_nodes_alone_is_read_there_and_flushed_at_the_end(tmp_path: Path) -> None:
     with run_with(tmp_path, "--checkpoint-bandwidth", "64K", pad=400_000) as run:
-        run.until(lambda: "saved 20 in" in run.log(), "step 20")
+        run.until(lambda: run.log().count("saved 20 in") == 4, "step 20 on all ranks")
         assert not os.path.exists(tmp_path / "saved" / "step-20"), "a copy takes 12 s"
         kill_a_worker(run, 0)
         run.until(lambda: len(begins(run)) == 8, "second round")
