@@ -8,11 +8,21 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
 from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
 from hpc_elastic.worker_api.preemption import should_checkpoint
 
 NAME = "last-before-the-end-step={step}.ckpt"
 """Name of the checkpoint that is saved before the job's end: ``ckpt_path="last"`` finds it, too."""
+
+
+FILE_NAME = "lightning.ckpt"
+
+
+def latest_checkpoint_file() -> str | None:
+    """The file to continue from that ``ElasticCallback(save_every=…)`` has saved; None: begin from the start."""
+    folder = latest_checkpoint()
+    return None if folder is None else str(folder / FILE_NAME)
 
 
 class ElasticCallback(Callback):
@@ -23,8 +33,11 @@ class ElasticCallback(Callback):
     and ``checkpoint``. Give `fit` ``ckpt_path=last_whole_checkpoint(dirpath)``. Outside of a run it does nothing.
     """
 
-    def __init__(self) -> None:
-        self._is_ending = False
+    def __init__(self, *, save_every: int = 0) -> None:
+        """`save_every`: steps between saves through `checkpoint_dir`, as ``lightning.ckpt``; also before the job ends.
+        Give `fit` then ``ckpt_path=latest_checkpoint_file()``. 0: ``ModelCheckpoint`` alone saves.
+        """
+        self._is_ending, self._save_every, self._saved = False, save_every, -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and "save_checkpoint" not in vars(trainer):
@@ -45,7 +58,13 @@ class ElasticCallback(Callback):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
             saver = trainer.checkpoint_callback
             folder = (saver and saver.dirpath) or trainer.default_root_dir
-            trainer.save_checkpoint(os.path.join(folder, NAME.format(step=step)))
+            if not self._save_every:
+                trainer.save_checkpoint(os.path.join(folder, NAME.format(step=step)))
+        is_due = step != self._saved and self._save_every and (step % self._save_every == 0 or self._is_ending)
+        if is_due:
+            self._saved = step
+            with checkpoint_dir(step) as folder:
+                trainer.save_checkpoint(folder / FILE_NAME)
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         heartbeat(section="evaluation")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
+from hpc_elastic.checkpoints.worker import checkpoint_dir, move_files, node_folder
 from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
 from hpc_elastic.worker_api.preemption import should_checkpoint
 
@@ -18,10 +20,15 @@ class ElasticCallback(TrainerCallback):
     ``resume_from_checkpoint=last_whole_checkpoint(output_dir)``. Outside of a run it does nothing.
     """
 
-    def __init__(self) -> None:
-        self._is_ending = False
+    def __init__(self, *, on_node: bool = False) -> None:
+        """`on_node`: the ``Trainer`` saves on the node, and each checkpoint goes through `checkpoint_dir`. Give `train`
+        then ``resume_from_checkpoint=latest_checkpoint()``; ``load_best_model_at_end`` does not work with it.
+        """
+        self._is_ending, self._on_node = False, on_node
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._on_node:
+            args.output_dir = str(node_folder("trainer") or args.output_dir)
         heartbeat(state.global_step, total=state.max_steps if state.max_steps > 0 else None)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -51,6 +58,9 @@ class ElasticCallback(TrainerCallback):
         heartbeat(section="checkpoint" if control.should_save else None)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._on_node:
+            with checkpoint_dir(state.global_step) as folder:
+                move_files(Path(args.output_dir, f"checkpoint-{state.global_step}"), folder)
         checkpoint_done(state.global_step)
         heartbeat()
 

@@ -69,3 +69,44 @@ def _check_losses(log: str, *, are_the_same: bool) -> None:
 
 def _heartbeats(run: LocalRun) -> dict[str, Any]:
     return json.loads(run.attempt(1).heartbeats(0).read_text())  # type: ignore[no-any-return]
+
+
+ON_NODE = {
+    "transformers": (
+        ("last_whole_checkpoint(folder)", "hpc_elastic.latest_checkpoint()"),
+        ("ElasticCallback()", "ElasticCallback(on_node=True)"),
+        ("import os\n", "import os\nimport hpc_elastic\n"),
+    ),
+    "lightning": (
+        ("last_whole_checkpoint(folder)", "latest_checkpoint_file()"),
+        ("ElasticCallback()", "ElasticCallback(save_every=10)"),
+        ("ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1), ", ""),
+        ("logger=False,", "logger=False, enable_checkpointing=False,"),
+        ("import ElasticCallback\n", "import ElasticCallback, latest_checkpoint_file\n"),
+        ('kill_at("os.rename", "step=20.ckpt")', 'kill_at("open", "step-20/lightning.ckpt")'),
+    ),
+}
+"""What a script says in place of what, for checkpoints on the nodes."""
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_checkpoints_on_the_nodes_are_resumed(framework: str, tmp_path: Path, frameworks_python: str) -> None:
+    text = (SCRIPTS / f"with_{framework}.py").read_text()
+    for old, new in ON_NODE[framework]:
+        assert old in text
+        text = text.replace(old, new, 1)
+    script = tmp_path / "train_on_node.py"
+    script.write_text(text)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "HF_HOME": str(scratch), "TMPDIR": str(scratch)}
+    environ["PYTHONPATH"] = f"{SCRIPTS.parents[2]}:{SCRIPTS}"
+    with LocalRun(
+        tmp_path, "", nproc=1, nodes=2,
+        interpreter=("--no-python", frameworks_python, "-u", str(script), str(tmp_path / "own"), "60"),
+        options=("--checkpoint-dir", str(tmp_path / "saved")), environ=environ,
+    ) as run:  # fmt: skip
+        assert run.finish(within=PATIENCE) == 0, run.log_tail()
+    assert re.findall(r"resuming after step (\d+)", run.log()) == ["0", "10"]
+    assert "final: step=60 ranks=2" in run.log()
+    assert run.events("checkpoint_committed")[-1]["step"] == 60
