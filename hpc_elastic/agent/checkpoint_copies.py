@@ -44,7 +44,7 @@ NODES_PER_SECOND = 200
 """Looks at the shared filesystem by all nodes together."""
 LONGEST_PAUSE = 30.0
 ALONE_SECONDS = 15.0
-"""At the end: how long the first node is waited for to say which checkpoint is copied; it may be gone."""
+"""Longest wait at the end for the first node to name the next checkpoint; it may be gone."""
 _CLOSE_SECONDS = 1.0
 _IOPRIO_SET, _BEST_EFFORT_LOWEST = {"x86_64": 251, "aarch64": 30}, 2 << 13 | 7
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is copied next, what is removed, and what restarted workers continue from. Pure."""
+"""Decides which checkpoint is copied next, what is removed, and what restarted workers continue from. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def removable_steps(steps: Collection[int], *, keep: int, protected: Collection[
 
 
 def choose_start(reports: Sequence[NodeReport], committed: Saving | None) -> tuple[Choice, Saving | None]:
-    """What a round continues from, and a newer checkpoint that could be committed first.
+    """Choose the checkpoint that a round continues from, and a newer checkpoint that could be committed first.
 
     The second is one of which all parts are there, but a rank may have to read a file that another node has: its node
     is another one, or not all nodes have files of the same kinds.

@@ -71,10 +71,10 @@ class FileFacts(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What one node has copied."""
+    """The files that one node has copied."""
 
     files: dict[str, FileFacts] = {}
-    """By the path below the checkpoint's folder."""
+    """Path below the checkpoint's folder → its file."""
     without: str = ""
     """Why the node has not its part, so that this checkpoint is never complete."""
 
@@ -86,7 +86,7 @@ class Index(Struct, frozen=True, kw_only=True):
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """What the workers of a round continue from, and where they write."""
+    """The checkpoint that the workers of a round continue from, and the place for theirs."""
 
     local: str
     """The node's folder."""
@@ -103,19 +103,19 @@ class Start(Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(Struct, frozen=True, kw_only=True):
-    """What a node has when a round begins."""
+    """The parts that a node has when a round begins."""
 
     uid: str
     address: str = ""
     """``host:port`` where its agent takes a neighbour's part; empty: it does not."""
     whole: tuple[Part, ...] = ()
     shapes: tuple[str, ...] = ()
-    """Of each in `whole`: the names of its files without their digits; empty: it has no files."""
+    """The names of each one's files without their digits, in the order of `whole`; empty: it has no files."""
     copies: tuple[Part, ...] = ()
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """What all nodes of a round continue from; a node that has its own part of it reads that."""
+    """The checkpoint that all nodes of a round continue from; a node that has its own part of it reads that."""
 
     saving: Saving | None = None
     is_committed: bool = True

@@ -49,12 +49,12 @@ from hpc_elastic.run.agent_events import CheckpointChosen, CheckpointCommitted, 
 from hpc_elastic.run.event_types import RunEvent
 
 REPORT_SECONDS = 60.0
-"""How long the others' reports are waited for; a node without one has nothing."""
+"""Longest wait for the others' reports; a node without one has nothing."""
 FLUSH_SECONDS = 10.0
 """Least time for a checkpoint to be committed before the workers start; else as long as its steps took."""
 ABANDON_SECONDS = 1800.0
 NEW_SECONDS = 5.0
-"""For so long a whole part is kept in any case where there is room: the leader may have just chosen it."""
+"""Age up to which a whole part is kept where there is room: the leader may have just chosen it."""
 CHOICE_NAME = "choice.json"
 
 
@@ -71,7 +71,7 @@ class RoundPlace(Struct, frozen=True, kw_only=True):
 
 
 class NodeCheckpoints:
-    """For one thread. Raises OSError only where the run's own records can't be written."""
+    """Used by one thread. Raises OSError only where the run's own records can't be written."""
 
     def __init__(
         self,

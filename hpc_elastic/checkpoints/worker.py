@@ -173,7 +173,7 @@ def move_files(source: Path, target: Path) -> None:
 
 
 def read_start() -> Start | None:
-    """What the agent wrote for the workers of this round; None without ``--checkpoint-dir``."""
+    """Read what the agent wrote for the workers of this round; None without ``--checkpoint-dir``."""
     path = os.environ.get(START_VARIABLE)
     return _read_start(path) if path else None
 
