@@ -24,11 +24,11 @@ _LIMIT = 120.0
 
 def measure(*, quick: bool) -> list[Number]:
     """All of them: five minutes, one where `quick`."""
-    found: dict[System, list[tuple[float, float]]] = {TORCHRUN: [], FORKED: []}
-    for repetition in range(1 if quick else 5):
-        for system, times in found.items():
-            times.append(_restart(system, (repetition + 1) % NODES))
-    (theirs, their_steps), (ours_, our_steps) = (zip(*times, strict=True) for times in found.values())
+    found = [
+        [_restart(system, (repetition + 1) % NODES) for system in (TORCHRUN, FORKED)]
+        for repetition in range(1 if quick else 5)
+    ]
+    (theirs, their_steps), (ours_, our_steps) = (zip(*times, strict=True) for times in zip(*found, strict=True))
     many = _EIGHT if quick else 2 * _EIGHT
     fresh, forked = (_on_one_node(name, many) for name in ("spawn", "forkserver"))
     starts = [(_start(forked), _start(fresh)) for _ in range(1 if quick else 3)]
