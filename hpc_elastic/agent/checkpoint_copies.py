@@ -21,8 +21,8 @@ from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.loop import Waker
 from hpc_elastic.base.text import size_text
 from hpc_elastic.checkpoints.layout import START_VARIABLE
-from hpc_elastic.checkpoints.layout import Part as CheckpointPart
-from hpc_elastic.checkpoints.node import NodeCheckpoints, RoundPlace
+from hpc_elastic.checkpoints.layout import NodePart as CheckpointPart
+from hpc_elastic.checkpoints.node import NodeCheckpoints, NodePlace
 from hpc_elastic.checkpoints.replicas import ReplicaServer, Replicator, send_part
 from hpc_elastic.errors import UnsafePathError, UsageError, describe_error
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -82,7 +82,7 @@ class CheckpointCopies(Part):
         )
         self._waker = Waker()
         self._changed = threading.Condition()
-        self._pending: RoundPlace | None = None
+        self._pending: NodePlace | None = None
         self._round = -1
         self._is_chosen = True
         self._hurries = self._is_choosing = False
@@ -117,7 +117,7 @@ class CheckpointCopies(Part):
             return
         self._round, self._is_chosen = record.round, False
         self._warn_at = self._site.clock.monotonic() + LONGEST_PAUSE
-        place = RoundPlace(
+        place = NodePlace(
             attempt=me.attempt.number,
             round=record.round,
             index=index,
@@ -176,7 +176,7 @@ class CheckpointCopies(Part):
                 self._site.events.write(CheckpointNotCommitted(reason=describe_error(error)))
                 return
 
-    def _begin_round(self, place: RoundPlace) -> None:
+    def _begin_round(self, place: NodePlace) -> None:
         pause, has_begun = 0.02, False
         self._is_choosing = True
         while True:

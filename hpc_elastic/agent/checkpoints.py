@@ -13,7 +13,7 @@ from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, PreemptionStatus
+from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionStatus, RunNotice
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
@@ -134,7 +134,7 @@ class PreemptionWatch(Part):
         self._watch, self._ask, self._clock = site.watch, site.coordination.ask, site.clock
         name = site.me.spec.preemption_signal
         self._signal = signal.Signals[name] if name else None
-        self._notice: PreemptionNotice | None = None
+        self._notice: RunNotice | None = None
         self._round = -1
         self._deadline = 0.0
         self._began: tuple[float, list[RankBeat]] | None = None

@@ -30,7 +30,7 @@ from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED, EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.preemption import PreemptionNotice, seconds_to_save
+from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.agent_events import AgentFailed
 from hpc_elastic.run.event_types import RunEvent
@@ -61,7 +61,7 @@ class HeardSignals:
         self.ended_by: signal.Signals | None = None
         self.due: float | None = None
         self._asked: signal.Signals | None = None
-        self._notice: PreemptionNotice | None = None
+        self._notice: RunNotice | None = None
         """The answer, or a notice that came by itself."""
         self._kill_from: float | None = None
         """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
@@ -150,7 +150,7 @@ class HeardSignals:
     def _give_notice(self, number: signal.Signals) -> None:
         spec = self._site.me.spec  # the agent received a signal itself: how much time is left is not known
         seconds = seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout)
-        notice = PreemptionNotice(f"{number.name} on {self._site.me.host}", seconds)
+        notice = RunNotice(f"{number.name} on {self._site.me.host}", seconds)
         self._site.coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end(self, number: signal.Signals) -> None:

@@ -115,7 +115,7 @@ class GpuFacts(Struct, frozen=True, kw_only=True):
 # -- what follows from it ------------------------------------------------------------------------------------------
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class HealthFinding(Struct, frozen=True, kw_only=True):
     check: str
     reason: str = ""
     """Why the node is unfit; empty: it is fit."""
@@ -127,7 +127,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """The user's own check can't be started as it was given: no other try would do better."""
 
 
-def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
+def sum_up_findings(findings: Sequence[HealthFinding]) -> HealthVerdict:
     bad = [finding for finding in findings if finding.reason]
     reasons = [finding.reason for finding in bad]
     is_usage = bool(bad) and all(finding.is_usage for finding in bad)
@@ -144,79 +144,83 @@ def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
     )
 
 
-def judge_room(check: Check, facts: RoomFacts, *, least: float) -> Finding:
+def judge_room(check: Check, facts: RoomFacts, *, least: float) -> HealthFinding:
     if facts.error:
-        return Finding(check=check.value, reason=f"{facts.path} does not work: {facts.error}")
+        return HealthFinding(check=check.value, reason=f"{facts.path} does not work: {facts.error}")
     if facts.free < least:
-        return Finding(
+        return HealthFinding(
             check=check.value, reason=f"{facts.path} has {size_text(facts.free)} free, less than {size_text(least)}"
         )
     if not facts.has_inodes and least:
-        return Finding(check=check.value, reason=f"{facts.path} has no inode free")
-    return Finding(check=check.value)
+        return HealthFinding(check=check.value, reason=f"{facts.path} has no inode free")
+    return HealthFinding(check=check.value)
 
 
-def judge_memory(facts: MemoryFacts | None, *, least: float) -> Finding:
+def judge_memory(facts: MemoryFacts | None, *, least: float) -> HealthFinding:
     """Is there memory for workers? None: it can't be measured, which is no fault of the node."""
     if facts is None or facts.free >= least:
-        return Finding(check=Check.MEMORY.value)
+        return HealthFinding(check=Check.MEMORY.value)
     below = f" below {facts.limited_by}" if facts.limited_by else ""
-    return Finding(
+    return HealthFinding(
         check=Check.MEMORY.value,
         reason=f"{size_text(facts.free)} of memory are free{below}, less than {size_text(least)}",
     )
 
 
-def judge_shared(facts: SharedFacts) -> Finding:
+def judge_shared(facts: SharedFacts) -> HealthFinding:
     """Does the run directory take a file and give it back? A full one is a warning: training goes on without."""
     if facts.lacks_descriptor:
-        return Finding(check=DESCRIPTORS, reason=f"the agent can open no file, wherever it lies: {facts.error}")
+        return HealthFinding(check=DESCRIPTORS, reason=f"the agent can open no file, wherever it lies: {facts.error}")
     if facts.is_full:
-        return Finding(check=Check.SHARED.value, warning=f"{facts.path} is full: {facts.error}")
+        return HealthFinding(check=Check.SHARED.value, warning=f"{facts.path} is full: {facts.error}")
     reason = f"the run directory can't be written: {facts.error} ({facts.path})" if facts.error else ""
-    return Finding(check=Check.SHARED.value, reason=reason, is_refusal=facts.is_refusal)
+    return HealthFinding(check=Check.SHARED.value, reason=reason, is_refusal=facts.is_refusal)
 
 
-def judge_clock(offset: ClockOffset | None, *, most: float) -> Finding:
+def judge_clock(offset: ClockOffset | None, *, most: float) -> HealthFinding:
     """Is the wall clock far off for certain? No decision rests on it, but the times in logs and reports mislead."""
     if offset is None or (offset.least <= most and offset.most >= -most):
-        return Finding(check=Check.CLOCK.value)
+        return HealthFinding(check=Check.CLOCK.value)
     ahead = offset.least > 0
     apart = offset.least if ahead else -offset.most
     way = "behind" if ahead else "ahead of"
-    return Finding(
+    return HealthFinding(
         check=Check.CLOCK.value,
         warning=f"this node's clock is at least {apart:.0f} s {way} the run directory's server's: "
         "times in logs and reports mislead",
     )
 
 
-def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> Finding:
+def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> HealthFinding:
     """Can other nodes reach this one at all?"""
     if not interfaces or any(has_link for _, has_link in interfaces):
-        return Finding(check=Check.LINK.value)
+        return HealthFinding(check=Check.LINK.value)
     names = ", ".join(name for name, _ in interfaces)
-    return Finding(check=Check.LINK.value, reason=f"the network has no link ({names}), looked at for {seconds:g} s")
+    return HealthFinding(
+        check=Check.LINK.value, reason=f"the network has no link ({names}), looked at for {seconds:g} s"
+    )
 
 
-def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least_errors: float) -> Finding:
+def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least_errors: float) -> HealthFinding:
     """Are the GPUs of this job fit, and all there? NVML shows those of other jobs too, where Slurm confines no devices.
 
     `given`: how many Slurm gave this node; None: there is no Slurm. `visible`: CUDA_VISIBLE_DEVICES.
     """
     if given == 0 or not facts.is_there:
-        return Finding(check=Check.GPU.value)  # none of ours; or none of NVIDIA's, or a container without the library
+        return HealthFinding(
+            check=Check.GPU.value
+        )  # none of ours; or none of NVIDIA's, or a container without the library
     if facts.error:
-        return Finding(check=Check.GPU.value, reason=f"NVML does not work: {facts.error}")
+        return HealthFinding(check=Check.GPU.value, reason=f"NVML does not work: {facts.error}")
     reasons = []
     if given is not None and len(facts.devices) < given:
         reasons.append(f"Slurm gave {given} GPUs, and {len(facts.devices)} are there")
     for device in own_gpus(facts.devices, given=given, visible=visible):
         reasons += _faults(device, least_errors)
-    return Finding(check=Check.GPU.value, reason=", ".join(reasons))
+    return HealthFinding(check=Check.GPU.value, reason=", ".join(reasons))
 
 
-def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> Finding:
+def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> HealthFinding:
     """`before`: UUID → `GpuDevice.held` before workers ran here, of the job's own GPUs."""
     full = [
         (device, device.held - before[device.uuid])
@@ -229,7 +233,7 @@ def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> Finding:
         if held > GPU_MEMORY_SLACK
     ]
     note = f"waited {facts.waited:.1f} s for {size_text(facts.waited_for)} of GPU memory that ended workers held"
-    return Finding(
+    return HealthFinding(
         check=Check.GPU_MEMORY.value, reason=", ".join(reasons), note=note if facts.waited_for and not reasons else ""
     )
 
@@ -268,16 +272,16 @@ def _faults(device: GpuDevice, least_errors: float) -> list[str]:
     return faults
 
 
-def judge_script(exitcode: int, last_line: str, *, command: str) -> Finding:
+def judge_script(exitcode: int, last_line: str, *, command: str) -> HealthFinding:
     if exitcode == 0:
-        return Finding(check="script")
+        return HealthFinding(check="script")
     how = f"exit code {exitcode}" if exitcode > 0 else f"signal {-exitcode}"
-    return Finding(check="script", reason=last_line or f"{command} ended with {how}")
+    return HealthFinding(check="script", reason=last_line or f"{command} ended with {how}")
 
 
-def did_not_answer(check: str, what: str, seconds: float) -> Finding:
+def did_not_answer(check: str, what: str, seconds: float) -> HealthFinding:
     reason = f"{what} has not answered for {seconds:g} s"
-    return Finding(check=check, reason=reason, is_refusal=check == Check.SHARED.value)
+    return HealthFinding(check=check, reason=reason, is_refusal=check == Check.SHARED.value)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -22,8 +22,8 @@ from hpc_elastic.agent.health import (
     CHECK_SECONDS,
     DESCRIPTORS,
     GPU_SECONDS,
-    Finding,
     GpuFacts,
+    HealthFinding,
     HealthPlan,
     SharedFacts,
     did_not_answer,
@@ -196,7 +196,7 @@ class HealthChecks(Part):
                     return replace(facts, error=f"{facts.error}, for {time.monotonic() - began:.0f} s")
             return facts
 
-        def look() -> list[Finding]:
+        def look() -> list[HealthFinding]:
             facts = measure()
             found = [judge_shared(facts)] if Check.SHARED in limits else []
             return found + ([judge_clock(facts.clock, most=limits[Check.CLOCK])] if Check.CLOCK in limits else [])
@@ -209,7 +209,7 @@ class HealthChecks(Part):
     def _link(self, session: _Session) -> _Job:
         seconds, addresses = self._plan.limits[Check.LINK], self._site.addresses
 
-        def look() -> list[Finding]:
+        def look() -> list[HealthFinding]:
             deadline = time.monotonic() + seconds
             while True:
                 found = links(addresses)
@@ -252,9 +252,9 @@ class HealthChecks(Part):
         pairs = ",".join(f"{uuid}={held}" for uuid, held in before.items())
         child = self._start_nvml(session, *([f"{seconds:g}", pairs] if before else []))
 
-        def look() -> list[Finding]:
+        def look() -> list[HealthFinding]:
             if isinstance(child, WorkerStartError):
-                return [Finding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
+                return [HealthFinding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
             facts = from_json(child.run(GPU_SECONDS + seconds + END_SECONDS).stdout)
             visible = site.environ.get("CUDA_VISIBLE_DEVICES")
             for device in self._own(facts).devices:
@@ -275,11 +275,11 @@ class HealthChecks(Part):
         site = self._site
         child = session.start(command, environ=environ, cwd=site.cwd, inherited=site.inherited, clock=self._clock)
 
-        def look() -> list[Finding]:
+        def look() -> list[HealthFinding]:
             if isinstance(child, WorkerStartError):
                 is_usage = child.errno in _NO_PROGRAM
                 option = "--health-check: " if is_usage else ""
-                return [Finding(check="script", reason=f"{option}{child}", is_usage=is_usage)]
+                return [HealthFinding(check="script", reason=f"{option}{child}", is_usage=is_usage)]
             ended = child.run(seconds + END_SECONDS)
             line = "".join(last_lines(ended.stderr, 1)).strip()[:200]
             return [judge_script(ended.exitcode, line, command=command[0])]
@@ -291,7 +291,7 @@ class _Job(Struct, frozen=True):
     name: str
     what: str
     seconds: float
-    look: Callable[[], list[Finding]]
+    look: Callable[[], list[HealthFinding]]
     must_answer: bool = True
 
 
@@ -301,7 +301,7 @@ class _Session:
     def __init__(self, post: Callable[[HealthVerdict], None]) -> None:
         self._post = post
         self._changed = threading.Condition()
-        self._found: dict[str, list[Finding]] = {}
+        self._found: dict[str, list[HealthFinding]] = {}
         self._cancelled = threading.Event()
         self._children: list[UserCommand] = []
         self._busy: set[str] = set()
@@ -332,10 +332,10 @@ class _Session:
         self._children.append(child)
         return child
 
-    def twice(self, look: Callable[[], list[Finding]], *, only: str = "") -> Callable[[], list[Finding]]:
+    def twice(self, look: Callable[[], list[HealthFinding]], *, only: str = "") -> Callable[[], list[HealthFinding]]:
         """`only`: where this check found something."""
 
-        def act() -> list[Finding]:
+        def act() -> list[HealthFinding]:
             found = look()
             bad = [finding for finding in found if finding.reason and (not only or finding.check == only)]
             if not bad or self._cancelled.wait(AGAIN_SECONDS):
@@ -373,7 +373,7 @@ class _Session:
         try:
             found = job.look()
         except Exception as error:  # a defect of ours is no fault of the node
-            found = [Finding(check=job.name, warning=f"the health check {job.name} failed: {error!r}")]
+            found = [HealthFinding(check=job.name, warning=f"the health check {job.name} failed: {error!r}")]
         with self._changed:
             self._found[job.name] = found
             self._busy.discard(job.name)

@@ -54,7 +54,7 @@ class Late(Struct, frozen=True, kw_only=True):
     """Its GPU enters late; its process launches them in time."""
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class GroupLateness(Struct, frozen=True, kw_only=True):
     late: tuple[Late, ...] = ()
     share: float = 0.0
     """Share of the time which the group would have saved without them, 0 to 1."""
@@ -63,7 +63,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Seconds from one step to the next, median; 0: the calls do not repeat."""
 
 
-def judge(group: Mapping[int, Arrivals]) -> Finding:
+def judge(group: Mapping[int, Arrivals]) -> GroupLateness:
     """Compare the ranks of one process group, over the numbers that all have arrivals of.
 
     No slow rank where the calls are few, where the numbers have no part in common, or where more than half of the ranks
@@ -73,7 +73,7 @@ def judge(group: Mapping[int, Arrivals]) -> Finding:
     end = min(one.first + len(one.at) for one in group.values())
     count = end - first
     if len(group) < 2 or count < MIN_CALLS:
-        return Finding()
+        return GroupLateness()
     some = next(iter(group.values()))
     kinds = some.kinds[first - some.first : end - some.first]
     most = max(map(kinds.count, set(kinds)))
@@ -96,12 +96,12 @@ def judge(group: Mapping[int, Arrivals]) -> Finding:
     slow = _slow({rank: _by_step(values, awaited, period) for rank, values in late.items()}, group)
     spent = early[-1] - early[0]
     if not slow or len(slow) * 2 > len(group) or spent <= 0:
-        return Finding(calls=count)
+        return GroupLateness(calls=count)
     others = [max(values) for values in zip(*(late[rank] for rank in at if rank not in slow), strict=True)]
     lost = [max(values) for values in zip(*(late[rank] for rank in slow), strict=True)]
     share = sum(max(0.0, mine - usual) for mine, usual in zip(lost, others, strict=True)) / spent
     if share < MIN_SHARE:
-        return Finding(calls=count)
+        return GroupLateness(calls=count)
     found = (_describe(rank, late[rank], [kinds[k] for k in awaited]) for rank in slow)
     if at is not launched:
         first_launch = [min(times) for times in zip(*launched.values(), strict=True)]
@@ -110,7 +110,7 @@ def judge(group: Mapping[int, Arrivals]) -> Finding:
     repeats = len(set(kinds)) <= period
     step = median(later - one for one, later in zip(early, early[period:], strict=False)) if repeats else 0.0
     late_ranks = tuple(sorted(found, key=lambda one: -one.seconds))
-    return Finding(late=late_ranks, share=min(share, 1.0), calls=count, step=step)
+    return GroupLateness(late=late_ranks, share=min(share, 1.0), calls=count, step=step)
 
 
 def _describe(rank: int, late: Sequence[float], kinds: Sequence[str]) -> Late:

@@ -115,22 +115,9 @@ class LocalWorkers:
         `WorkerStartError` where one could not be started (the others run and are to be stopped), and `OSError` for
         folders.
         """
-
-        def make_folders() -> None:
-            for local_rank in range(self.layout.local_world_size):
-                folder = self.paths_of(local_rank).root
-                try:
-                    os.mkdir(folder, 0o700)  # in a folder that only this user may enter
-                except FileNotFoundError:
-                    with suppress(FileExistsError):
-                        os.mkdir(folder.parent, 0o700)
-                    make_private_dir(folder)
-                except FileExistsError:
-                    check_private_dir(folder)
-
         self._is_wrapped = is_wrapped
         self._were_ended()  # in an earlier round: no news
-        self._files.do(make_folders, within=FOLDERS_SECONDS, unless=self._site.is_ending, again=is_refusal)
+        self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._site.is_ending, again=is_refusal)
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
         self._container = container
@@ -181,6 +168,18 @@ class LocalWorkers:
             self._slots.append(slot)
             self._watch.note_pid(local_rank, process.pid)
             self._take_output(slot)
+
+    def _make_folders(self) -> None:
+        for local_rank in range(self.layout.local_world_size):
+            folder = self.paths_of(local_rank).root
+            try:
+                os.mkdir(folder, 0o700)  # in a folder that only this user may enter
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    os.mkdir(folder.parent, 0o700)
+                make_private_dir(folder)
+            except FileExistsError:
+                check_private_dir(folder)
 
     def _take_output(self, slot: WorkerSlot) -> None:
         slot.output = self._site.pump.add(

@@ -12,7 +12,7 @@ from itertools import accumulate
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.lateness import MIN_SHARE, Arrivals, Finding, judge, median
+from hpc_elastic.agent.lateness import MIN_SHARE, Arrivals, GroupLateness, judge, median
 from hpc_elastic.rendezvous.ranks import whole_segments
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.slow_ranks import NodeArrivals, RankSections, SlowRank
@@ -135,7 +135,9 @@ def _groups(nodes: Mapping[int, NodeArrivals]) -> dict[str, _Group]:
     return groups
 
 
-def _waits_for_another(rank: int, name: str, groups: Mapping[str, _Group], findings: Mapping[str, Finding]) -> bool:
+def _waits_for_another(
+    rank: int, name: str, groups: Mapping[str, _Group], findings: Mapping[str, GroupLateness]
+) -> bool:
     """Whether a rank that is late in one group waits for another one in another group of its own.
 
     So does a rank whose group has a slow one; and one of a group that is late as a whole, across nodes: a stage of a

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_elastic.base import codec
-from hpc_elastic.checkpoints.layout import INDEX_NAME, FileFacts, Index, Manifest, Saving, remove, walk
+from hpc_elastic.checkpoints.layout import INDEX_NAME, CopiedFile, Index, Manifest, Saving, remove, walk
 from hpc_elastic.errors import HpcElasticError
 
 CHUNK = 1 << 20
@@ -18,7 +18,7 @@ class CopyError(HpcElasticError):
     template = "{name}: {why}"
 
 
-def copy_part(source: Path, files: Path, *, tag: str, pace: Callable[[int], object]) -> dict[str, FileFacts]:
+def copy_part(source: Path, files: Path, *, tag: str, pace: Callable[[int], object]) -> dict[str, CopiedFile]:
     """Copy the regular files below `source`. Each is there under its name when it is whole and on the disk.
 
     Args:
@@ -42,7 +42,7 @@ def copy_part(source: Path, files: Path, *, tag: str, pace: Callable[[int], obje
     return found
 
 
-def copy_file(source: Path, target: Path, pace: Callable[[int], object]) -> FileFacts:
+def copy_file(source: Path, target: Path, pace: Callable[[int], object]) -> CopiedFile:
     with open(source, "rb", buffering=0) as reader, open(target, "wb", buffering=0) as writer:
         size = crc = 0
         while chunk := reader.read(CHUNK):
@@ -52,7 +52,7 @@ def copy_file(source: Path, target: Path, pace: Callable[[int], object]) -> File
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
             pace(len(chunk))
         os.fsync(writer.fileno())
-    return FileFacts(size, crc)
+    return CopiedFile(size, crc)
 
 
 def manifest_path(target: Path, index: int, *, without: bool = False) -> Path:
@@ -65,7 +65,7 @@ def commit(shared: Path, target: Path, saving: Saving, run_id: str) -> Index | N
     None: another node has done it, or a part's manifest can't be read yet. Raises CopyError: two nodes wrote different
     files of the same name; and OSError.
     """
-    files: dict[str, FileFacts] = {}
+    files: dict[str, CopiedFile] = {}
     for index in range(saving.count):
         manifest = codec.load(manifest_path(target, index), Manifest)
         if not isinstance(manifest, Manifest):

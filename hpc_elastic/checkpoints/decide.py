@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 
-from hpc_elastic.checkpoints.layout import Choice, NodeReport, Part, Saving
+from hpc_elastic.checkpoints.layout import Choice, NodePart, NodeReport, Saving
 
 
-def next_target(whole: Collection[Part], *, committed: int, dead: AbstractSet[Saving]) -> Saving | None:
+def next_target(whole: Collection[NodePart], *, committed: int, dead: AbstractSet[Saving]) -> Saving | None:
     """The newest checkpoint that is whole on the leader's node; those before it are skipped.
 
     `committed` is the newest committed step, -1 without one; `dead`: some node has not its part.
@@ -18,8 +18,8 @@ def next_target(whole: Collection[Part], *, committed: int, dead: AbstractSet[Sa
 
 
 def removable_parts(
-    whole: Collection[Part], *, is_settled: bool, committed: int, kept: Collection[Saving]
-) -> list[Part]:
+    whole: Collection[NodePart], *, is_settled: bool, committed: int, kept: Collection[Saving]
+) -> list[NodePart]:
     """Whole parts that no restart and no copy needs any more.
 
     A rank enters a step's `checkpoint_dir` after all ranks of the run have left the one before. So the newest whole
@@ -55,7 +55,7 @@ def choose_start(reports: Sequence[NodeReport], committed: Saving | None) -> tup
         if held != set(range(saving.count)):
             continue
         own = [
-            dict(zip(report.whole, report.shapes, strict=False)).get(Part(saving, k))
+            dict(zip(report.whole, report.shapes, strict=False)).get(NodePart(saving, k))
             for k, report in enumerate(reports)
         ]
         if saving.count == len(reports) and own[0] and len(set(own)) == 1:

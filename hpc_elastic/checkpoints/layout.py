@@ -55,7 +55,7 @@ class Saving(Struct, frozen=True, order=True):
         return f"{prefix}{self.step}.{run_uid[:8]}.{self.attempt}.{self.round}.{self.count}"
 
 
-class Part(Struct, frozen=True, order=True):
+class NodePart(Struct, frozen=True, order=True):
     saving: Saving
     index: int
     """The node's group rank in that round."""
@@ -65,7 +65,7 @@ class Part(Struct, frozen=True, order=True):
         return f"{state}-{saving.step}-{saving.attempt}-{saving.round}-{self.index}-{saving.count}"
 
 
-class FileFacts(Struct, frozen=True, array_like=True):
+class CopiedFile(Struct, frozen=True, array_like=True):
     size: int
     crc: int
 
@@ -73,7 +73,7 @@ class FileFacts(Struct, frozen=True, array_like=True):
 class Manifest(Struct, frozen=True, kw_only=True):
     """The files that one node has copied."""
 
-    files: dict[str, FileFacts] = {}
+    files: dict[str, CopiedFile] = {}
     """Path below the checkpoint's folder → its file."""
     without: str = ""
     """Why the node has not its part, so that this checkpoint is never complete."""
@@ -82,7 +82,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 class Index(Struct, frozen=True, kw_only=True):
     run_id: str
     saving: Saving
-    files: dict[str, FileFacts]
+    files: dict[str, CopiedFile]
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -108,10 +108,10 @@ class NodeReport(Struct, frozen=True, kw_only=True):
     uid: str
     address: str = ""
     """``host:port`` where its agent takes a neighbour's part; empty: it does not."""
-    whole: tuple[Part, ...] = ()
+    whole: tuple[NodePart, ...] = ()
     shapes: tuple[str, ...] = ()
     """The names of each one's files without their digits, in the order of `whole`; empty: it has no files."""
-    copies: tuple[Part, ...] = ()
+    copies: tuple[NodePart, ...] = ()
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -121,17 +121,17 @@ class Choice(Struct, frozen=True, kw_only=True):
     is_committed: bool = True
 
 
-def parts_in(folder: Path, *states: str) -> dict[Part, str]:
+def parts_in(folder: Path, *states: str) -> dict[NodePart, str]:
     """The parts below a node's folder in any of `states`, the oldest first, with their states."""
     found = {}
     for name in names_in(folder):
         if (match := _PART.match(name)) and match[1] in states:
             step, attempt, round_index, index, count = map(int, match.groups()[1:])
-            found[Part(Saving(step, attempt, round_index, count), index)] = match[1]
+            found[NodePart(Saving(step, attempt, round_index, count), index)] = match[1]
     return dict(sorted(found.items()))
 
 
-def files_of(part: Part, state: str, folder: Path) -> Path:
+def files_of(part: NodePart, state: str, folder: Path) -> Path:
     return folder / part.name(state) / f"step-{part.saving.step}"
 
 

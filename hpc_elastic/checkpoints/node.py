@@ -26,8 +26,8 @@ from hpc_elastic.checkpoints.layout import (
     WHOLE,
     Choice,
     Manifest,
+    NodePart,
     NodeReport,
-    Part,
     Saving,
     Start,
     bytes_in,
@@ -58,7 +58,7 @@ NEW_SECONDS = 5.0
 CHOICE_NAME = "choice.json"
 
 
-class RoundPlace(Struct, frozen=True, kw_only=True):
+class NodePlace(Struct, frozen=True, kw_only=True):
     """This node in a round."""
 
     attempt: int
@@ -92,7 +92,7 @@ class NodeCheckpoints:
         self._run_id, self._run_uid, self._keep, self._room = run_id, run_uid, keep, room
         self._clock, self._write, self._pace = clock, write, pace
         self._address, self._has_replicas = address, has_replicas
-        self.place: RoundPlace | None = None
+        self.place: NodePlace | None = None
         self.committed = -1
         """The newest committed step that is known; -1: none."""
         self._dead: set[Saving] = set()
@@ -110,7 +110,7 @@ class NodeCheckpoints:
 
     # -- the start of a round ------------------------------------------------------------------------------------
 
-    def begin(self, place: RoundPlace) -> None:
+    def begin(self, place: NodePlace) -> None:
         """The round's members are known; its workers have not started, and the ones before are gone."""
         for part in parts_in(self.local, DIRTY):
             self._settle(part, self.place.ranks if self.place is not None else place.ranks)
@@ -131,7 +131,7 @@ class NodeCheckpoints:
         )
         codec.save(place.reports / f"node-{place.index:05d}.json", report)
 
-    def _settle(self, part: Part, ranks: int) -> None:
+    def _settle(self, part: NodePart, ranks: int) -> None:
         try:
             settle(self.local / part.name(DIRTY), self.local / part.name(WHOLE), ranks)
         except OSError:
@@ -192,7 +192,7 @@ class NodeCheckpoints:
             if saving is None or part.saving.step > saving.step:  # some node lacks it, and it is written again
                 remove(self.local / part.name(state))
         if saving is not None:
-            part = Part(saving, place.index)
+            part = NodePart(saving, place.index)
             own = files_of(part, WHOLE, self.local)
             committed = self.shared / f"step-{saving.step}"
             if saving.count == len(place.uids) and part in parts_in(self.local, WHOLE):
@@ -287,7 +287,7 @@ class NodeCheckpoints:
         if found and self.place is not None and self.place.index == 0:
             self._failed(found[-1], why)
 
-    def _prune(self, whole: list[Part], targets: list[Saving]) -> None:
+    def _prune(self, whole: list[NodePart], targets: list[Saving]) -> None:
         now = self._clock.monotonic()
         is_settled = any(part > whole[-1] for part in parts_in(self.local, DIRTY)) if whole else False
         has_room = bool(whole) and bytes_in(self.local) < self._room / 2
@@ -318,7 +318,7 @@ class NodeCheckpoints:
         (target / "files").mkdir(parents=True, exist_ok=True)
         (target / "parts").mkdir(exist_ok=True)
 
-    def _lead(self, targets: list[Saving], whole: list[Part]) -> list[Saving]:
+    def _lead(self, targets: list[Saving], whole: list[NodePart]) -> list[Saving]:
         now = self._clock.monotonic()
         for target in targets:
             folder = self.shared / target.target(self._run_uid)
@@ -349,7 +349,7 @@ class NodeCheckpoints:
         last = self.committed if self.committed >= 0 else None
         self._write(CheckpointNotCommitted(step=target.step if target else None, last_step=last, reason=str(why)))
 
-    def _serve(self, target: Saving, whole: list[Part], is_over: bool) -> None:
+    def _serve(self, target: Saving, whole: list[NodePart], is_over: bool) -> None:
         """Copy what this node has to copy of a checkpoint, and commit it where all is there."""
         assert self.place is not None
         folder = self.shared / target.target(self._run_uid)
@@ -378,7 +378,7 @@ class NodeCheckpoints:
             self._write(CheckpointCommitted(step=target.step, size=size, seconds=seconds, at_end=self.is_ending))
             self._remove_old()
 
-    def _own_parts(self, target: Saving) -> list[tuple[Part, str]]:
+    def _own_parts(self, target: Saving) -> list[tuple[NodePart, str]]:
         assert self.place is not None
         found = []
         for part, state in parts_in(self.local, WHOLE, COPY).items():
@@ -388,25 +388,25 @@ class NodeCheckpoints:
                 found.append((part, state))
         return found
 
-    def _owner_of(self, part: Part) -> str:
+    def _owner_of(self, part: NodePart) -> str:
         try:
             return (self.local / part.name(COPY) / "owner").read_text()
         except OSError:
             return ""
 
-    def _lacks(self, target: Saving, whole: list[Part], is_over: bool) -> bool:
+    def _lacks(self, target: Saving, whole: list[NodePart], is_over: bool) -> bool:
         """This round's workers here will never complete it."""
         assert self.place is not None
         if (target.attempt, target.round) != (self.place.attempt, self.place.round):
             return False
         if any(part.saving == target for part in whole):
             return False
-        part = Part(target, self.place.index)
+        part = NodePart(target, self.place.index)
         return is_over or (
             any(other.saving > target for other in whole) and not (self.local / part.name(DIRTY)).exists()
         )
 
-    def _copy(self, part: Part, state: str, folder: Path) -> None:
+    def _copy(self, part: NodePart, state: str, folder: Path) -> None:
         try:
             files = copy_part(files_of(part, state, self.local), folder / "files", tag=f"{part.index}", pace=self._pace)
             codec.save(manifest_path(folder, part.index), Manifest(files=files), durable=True)

@@ -25,7 +25,7 @@ from hpc_elastic.checkpoints.layout import (
     COPY,
     REPLICA,
     WHOLE,
-    Part,
+    NodePart,
     Saving,
     bytes_in,
     files_of,
@@ -50,7 +50,7 @@ class ReplicaRefusedError(ConnectionError):
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    part: Part
+    part: NodePart
     owner: str
     """The uid of the agent whose part it is."""
     files: tuple[tuple[str, int], ...]
@@ -166,7 +166,7 @@ class ReplicaServer:
         channel.send(b"")
 
 
-def send_part(address: str, secret: bytes, part: Part, *, owner: str, folder: Path) -> None:
+def send_part(address: str, secret: bytes, part: NodePart, *, owner: str, folder: Path) -> None:
     """Send a whole part to a neighbour. Raises OSError: it is not there, or does not take it."""
     host, _, port = address.rpartition(":")
     names = list(walk(folder))
@@ -190,7 +190,7 @@ def send_part(address: str, secret: bytes, part: Part, *, owner: str, folder: Pa
 class Replicator:
     """One node's side: what it sends, and on the first node which checkpoint is next. For one thread."""
 
-    def __init__(self, local: Path, shared: Path, run_uid: str, send: Callable[[Part, Path], None]) -> None:
+    def __init__(self, local: Path, shared: Path, run_uid: str, send: Callable[[NodePart, Path], None]) -> None:
         """`send` raises OSError."""
         self._local, self._shared, self._run_uid, self._send = local, shared, run_uid, send
 
@@ -217,7 +217,7 @@ class Replicator:
             except FileNotFoundError:
                 pass  # a newer one has been named meanwhile
 
-    def _lead(self, named: list[Saving], whole: list[Part]) -> list[Saving]:
+    def _lead(self, named: list[Saving], whole: list[NodePart]) -> list[Saving]:
         newest = whole[-1].saving
         done = [saving for saving in named if len(names_in(self._folder(saving))) >= saving.count]
         open_ones = [one for one in named if one not in done and one.is_of_round_of(newest)]

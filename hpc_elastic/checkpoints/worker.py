@@ -17,7 +17,7 @@ from hpc_elastic.checkpoints.layout import (
     DIRTY,
     START_VARIABLE,
     WHOLE,
-    Part,
+    NodePart,
     Saving,
     Start,
     bytes_in,
@@ -63,7 +63,7 @@ class checkpoint_dir:
         """Raises OSError: the node has no room for another checkpoint (ENOSPC), or mkdir's."""
         start = read_start()
         if start is not None:
-            part = Part(Saving(self._step, start.attempt, start.round, start.count), start.index)
+            part = NodePart(Saving(self._step, start.attempt, start.round, start.count), start.index)
             local = Path(start.local)
             self._dirty, self._final, self._ranks = local / part.name(DIRTY), local / part.name(WHOLE), start.ranks
             if not self._dirty.exists():

@@ -9,7 +9,7 @@ from hpc_elastic.cli.screen import print_note
 from hpc_elastic.output.log_reader import Chunk, FollowedFiles, OutputReader
 from hpc_elastic.output.log_streams import (
     LogStream,
-    Piece,
+    StreamPiece,
     last_of,
     merged,
     read_round_marks,
@@ -54,13 +54,13 @@ class LogFollower:
         if everything:
             self._round_at.clear()
         for stream, chunk in self._files.look(everything=everything):
-            self._show(Piece(stream, self._clock.time_ns() // 1000, chunk.data, chunk.after_gap))
+            self._show(StreamPiece(stream, self._clock.time_ns() // 1000, chunk.data, chunk.after_gap))
         self._printer.flush()
         return self._files.seconds_until_due()
 
     def finish(self) -> None:
         for stream, chunk in self._files.rests():
-            self._show(Piece(stream, None, chunk.data, chunk.after_gap))
+            self._show(StreamPiece(stream, None, chunk.data, chunk.after_gap))
         self._printer.flush()
 
     def _begin(self) -> None:
@@ -119,7 +119,7 @@ class LogFollower:
                     found.append((attempt, index))
         return found
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: StreamPiece) -> None:
         place = (piece.stream.attempt, piece.stream.round)
         if self._shown is not None and place > self._shown:
             self._printer.title(f"attempt {place[0]}, round {place[1]}")

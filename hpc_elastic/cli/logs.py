@@ -31,8 +31,8 @@ from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_n
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_streams import (
     LogStream,
-    Piece,
     RoundMarks,
+    StreamPiece,
     last_of,
     merged,
     nearest_lines,
@@ -116,7 +116,7 @@ class LogPrinter(Struct):
     times: bool = False
     colours: bool = False
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: StreamPiece) -> None:
         rank = piece.stream.rank
         if piece.after_gap:
             self.note(f"[rank {rank}] ... output removed here by --log-max-files ...")
@@ -282,7 +282,7 @@ def _print(
 ) -> bool:
     offsets = read_offsets_ns(attempt)
 
-    def read() -> Iterator[Piece]:
+    def read() -> Iterator[StreamPiece]:
         for index in rounds:
             streams = choice.streams_in(attempt, index)
             marks = read_round_marks(attempt.round_dir(index), offsets_ns=offsets)
@@ -332,7 +332,7 @@ def _around(args: SimpleNamespace, asked: AskedRun, choice: LogChoice, printer: 
     return 0
 
 
-class Moment(Struct, frozen=True, kw_only=True):
+class FailureMoment(Struct, frozen=True, kw_only=True):
     """The first failure, as the report's verdict has it."""
 
     attempt: int
@@ -346,7 +346,7 @@ class Moment(Struct, frozen=True, kw_only=True):
     evidence: str
 
 
-def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
+def first_failure(history: RunHistory, *, attempt: int | None) -> FailureMoment:
     """The moment of the first failure; raises UsageError where nothing has failed."""
     from hpc_elastic.report.subject import choose_subject
     from hpc_elastic.report.verdict import Cause
@@ -366,7 +366,7 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
         caption = f"rank {failure.global_rank} on {failure.host} failed: {failure.headline}"
     else:
         raise UsageError(f"--around-failure: the report of run {history.run_id} names no failure")
-    return Moment(
+    return FailureMoment(
         attempt=subject.attempt.number,
         round=subject.round.index,
         node=node,

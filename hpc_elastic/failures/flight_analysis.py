@@ -41,7 +41,7 @@ from hpc_elastic.failures.flight_groups import (
     sized,
     state_of,
 )
-from hpc_elastic.run.activities import Call
+from hpc_elastic.run.activities import AwaitedCall
 
 MOST_SUSPECTS = 64
 _MOST_SHOWN = 60
@@ -56,7 +56,7 @@ class Analysis(Struct, frozen=True, kw_only=True):
 
 class _Wait(Struct, frozen=True, kw_only=True):
     group: str
-    call: Call
+    call: AwaitedCall
     sequence: int
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
@@ -148,7 +148,7 @@ def _waits(group: ProcessGroup, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
 
 def _transfers(dumps: Sequence[RankDump], groups: Sequence[ProcessGroup]) -> Iterator[_Wait]:
     members = {(group.backend, group.name): group.members for group in groups}
-    open_calls: dict[tuple[str, str, int, int], dict[str, list[tuple[Call, int]]]] = {}
+    open_calls: dict[tuple[str, str, int, int], dict[str, list[tuple[AwaitedCall, int]]]] = {}
     ranks = {dump.rank for dump in dumps}
     for dump in dumps:
         for (backend, name), track in dump.transfers.items():
@@ -177,7 +177,7 @@ def _transfers(dumps: Sequence[RankDump], groups: Sequence[ProcessGroup]) -> Ite
         yield _Wait(group=group, call=call, sequence=number, waiting=waiting, missing=missing, kind=kind)
 
 
-def _differ(send: Call, receive: Call) -> bool:
+def _differ(send: AwaitedCall, receive: AwaitedCall) -> bool:
     if not send.inputs or not receive.outputs:
         return False
     kinds = send.types[:1], receive.types[:1]
@@ -291,7 +291,7 @@ def _have(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _unequal(group: ProcessGroup, first: Call, number: int) -> tuple[int, int] | None:
+def _unequal(group: ProcessGroup, first: AwaitedCall, number: int) -> tuple[int, int] | None:
     """The elements that all ranks give and take in an all_to_all, where they are not as many."""
     if first.name not in TO_ALL or group.tracks.keys() < set(group.members):
         return None

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import RangeReader, ranges, size_text
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run.activities import Call, FlightTail, TailTrack
+from hpc_elastic.run.activities import AwaitedCall, FlightTail, TailTrack
 
 MOST_BYTES = 256 << 20
 """Some hundred thousand entries."""
@@ -70,13 +70,13 @@ class Track(Struct, kw_only=True):
 class RankDump(Struct, kw_only=True):
     rank: int
     version: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AwaitedCall] = field(default_factory=list)
     collectives: dict[tuple[str, str], Track] = field(default_factory=dict)
     transfers: dict[tuple[str, str], Track] = field(default_factory=dict)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def numel_of(call: Call) -> tuple[int, int]:
+def numel_of(call: AwaitedCall) -> tuple[int, int]:
     return sum(map(_elements, call.inputs)), sum(map(_elements, call.outputs))
 
 
@@ -88,7 +88,7 @@ def _elements(shape: Iterable[int]) -> int:
     return found
 
 
-def size_of(call: Call) -> str:
+def size_of(call: AwaitedCall) -> str:
     """``4.0 MiB bf16``; empty for one without a tensor, or where no sizes were recorded."""
     shapes = call.inputs or call.outputs
     if not shapes:
@@ -99,7 +99,7 @@ def size_of(call: Call) -> str:
     return f"{size_text(count * each)} {short}" if each else " ".join(filter(None, [f"{count} elements", short]))
 
 
-def shape_of(call: Call) -> str:
+def shape_of(call: AwaitedCall) -> str:
     """``[4, 5] fp32``; empty as of `size_of`."""
     shapes = ", ".join(str(list(shape)) for shape in (call.inputs or call.outputs)[:3])
     kind = call.types[0] if call.types else ""
@@ -133,7 +133,7 @@ _JSON = msgspec.json.Decoder(_Document, strict=False)
 
 def tail_of(dumps: Iterable[RankDump], *, most: int = MOST_KEPT) -> FlightTail:
     """The end of one rank's dumps, one for each backend, as an event has it."""
-    calls: list[Call] = []
+    calls: list[AwaitedCall] = []
     tracks: list[TailTrack] = []
     members: dict[str, str] = {}
     for dump in dumps:
@@ -188,7 +188,10 @@ def dumps_of(tails: Mapping[int, FlightTail]) -> list[RankDump]:
 
 
 def _without_names(tail: FlightTail) -> FlightTail:
-    calls = (Call(name="", group=call.group, description=call.description, backend=call.backend) for call in tail.calls)
+    calls = (
+        AwaitedCall(name="", group=call.group, description=call.description, backend=call.backend)
+        for call in tail.calls
+    )
     return replace(tail, calls=tuple(calls))
 
 
@@ -378,12 +381,12 @@ class _Builder:
         track.sequences, track.calls, track.done = found.sequences, found.calls, found.done
 
 
-_SEEN: dict[object, Call] = {}
+_SEEN: dict[object, AwaitedCall] = {}
 """Calls of the dumps before: those of a job's ranks have the same."""
 _MOST_SEEN = 4096
 
 
-def _call(profiling_name: object, group: object, inputs: object, outputs: object, types: object) -> Call:
+def _call(profiling_name: object, group: object, inputs: object, outputs: object, types: object) -> AwaitedCall:
     backend, _, name = _text(profiling_name).rpartition(":")
     parts = [_text(part) for part in group] if isinstance(group, list | tuple) else [_text(group)]
     found = _P2P.match(name)
@@ -391,7 +394,7 @@ def _call(profiling_name: object, group: object, inputs: object, outputs: object
     if found is not None and found[2] is not None:
         ends = int(found[2]), int(found[4])
         peers = ends if found[3] == "->" else ends[::-1]
-    return Call(
+    return AwaitedCall(
         name=found[1] if found is not None else name,
         group=parts[0] if parts else "",
         description=parts[1] if len(parts) > 1 and parts[1] != "undefined" else "",
@@ -403,12 +406,12 @@ def _call(profiling_name: object, group: object, inputs: object, outputs: object
     )
 
 
-def _coalesced(parts: list[Call]) -> Call:
+def _coalesced(parts: list[AwaitedCall]) -> AwaitedCall:
     end = parts[-1]
     inner = parts[:-1] if end.name.endswith(_COALESCED) else parts
     names = Counter(part.name for part in inner)
     (name, *more) = names
-    return Call(
+    return AwaitedCall(
         name=COALESCED + (name if not more else ", ".join(f"{count} {each}" for each, count in names.items())),
         group=end.group,
         description=end.description,

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.flight_dump import COALESCED, RankDump, Track, numel_of, shape_of, size_of
-from hpc_elastic.run.activities import Call
+from hpc_elastic.run.activities import AwaitedCall
 
 
 class Reason(str, Enum):
@@ -62,7 +62,7 @@ class ProcessGroup(Struct, kw_only=True):
     reached: int = -1
     """The first number that ranks wait in, or waited in at last; -1: this group has no part in it."""
 
-    def call(self, rank: int, sequence: int) -> Call | None:
+    def call(self, rank: int, sequence: int) -> AwaitedCall | None:
         """The rank's call with this number; None: nothing, or it is gone from the ring."""
         dump, track = self.tracks[rank]
         place = sequence - track.sequences[0]
@@ -121,14 +121,14 @@ def state_of(group: ProcessGroup) -> GroupState:
     )
 
 
-def named(call: Call, number: int) -> str:
+def named(call: AwaitedCall, number: int) -> str:
     if call.peers is not None:
         source, target = call.peers
         return f"{call.name} from {source} to {target} #{number}"
     return f"{call.name} #{number}".strip()
 
 
-def sized(call: Call) -> str:
+def sized(call: AwaitedCall) -> str:
     return f" ({size})" if (size := size_of(call)) else ""
 
 
@@ -161,7 +161,12 @@ def differing(group: ProcessGroup) -> list[FlightSuspect]:
 
 
 def _other(
-    group: ProcessGroup, rank: int, number: int, calls: Mapping[int, Call], values: Mapping[int, object], kind: Reason
+    group: ProcessGroup,
+    rank: int,
+    number: int,
+    calls: Mapping[int, AwaitedCall],
+    values: Mapping[int, object],
+    kind: Reason,
 ) -> FlightSuspect:
     most = Counter(value for other, value in values.items() if other != rank).most_common(1)[0][0]
     theirs = [other for other, value in values.items() if value == most and other != rank]
@@ -207,7 +212,7 @@ def _is_comparable(dump: RankDump, track: Track) -> bool:
     return window == len(track.sequences) and all(call.name for call in dump.calls)
 
 
-def _size_of(call: Call) -> object:
+def _size_of(call: AwaitedCall) -> object:
     """It must be equal on all ranks of a collective."""
     name = call.name.removeprefix(COALESCED)
     if name == "scatter":

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, range_bounds
 from hpc_elastic.failures.ranking import Suspect
-from hpc_elastic.run.activities import Activity, Call, FlightTail, RankSockets, TailTrack
+from hpc_elastic.run.activities import Activity, AwaitedCall, FlightTail, RankSockets, TailTrack
 
 _GLOO = re.compile(r"\[(\d+(?:\.\d+){3}|[0-9a-fA-F:]*:[0-9a-fA-F.:]*)\]:(\d+)")
 _NCCL = re.compile(r"(?<=\s)(\w[\w.-]*)<(\d{2,5})>(?=\W|\Z)")
@@ -152,7 +152,7 @@ def tail_of_words(text: str) -> FlightTail | None:
         before = statuses.get(name)
         waits = int(at[1]) if at is not None else before[3] if before is not None else None
         statuses[name] = description or "", int(enqueued), int(completed), waits
-    calls: list[Call] = []
+    calls: list[AwaitedCall] = []
     tracks: list[TailTrack] = []
     for name, (description, enqueued, completed, waits) in statuses.items():
         kind, into, out = works.get(waits, ("", "", "")) if waits is not None else ("", "", "")
@@ -160,7 +160,7 @@ def tail_of_words(text: str) -> FlightTail | None:
             continue
         first = completed + 1 if waits is None else waits
         numbers = sorted({number for number in (completed, first, enqueued) if 0 <= number <= enqueued})
-        nameless = Call(name="", group=name, description=description, backend="nccl")
+        nameless = AwaitedCall(name="", group=name, description=description, backend="nccl")
         named = replace(
             nameless,
             name=_NAMES.get(kind, kind.lower()),

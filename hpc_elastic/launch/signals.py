@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.preemption import PreemptionNotice, seconds_to_save
+from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.supervisor_events import SignalDecided
 
@@ -185,7 +185,7 @@ NOTICE_SLACK = 5.0
 class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
     """Deadlines of a notice, on the monotonic clock of the process that gave it."""
 
-    notice: PreemptionNotice
+    notice: RunNotice
     job_ends: float
     closed_by: float
     """The giver closes the run then, if the nodes have not."""
@@ -195,7 +195,7 @@ class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
         """`left`: seconds until the job is ended from outside; `shutdown_timeout`: the workers' grace."""
         seconds = seconds_to_save(left, shutdown_timeout=shutdown_timeout)
         return cls(
-            notice=PreemptionNotice(reason, seconds, left=left),
+            notice=RunNotice(reason, seconds, left=left),
             job_ends=now + left,
             closed_by=now + seconds + NOTICE_SLACK,
         )

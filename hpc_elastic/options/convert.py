@@ -19,7 +19,7 @@ from hpc_elastic.options.launch_line import (
     ENVIRONMENT,
     MEET,
     PER_WORKER,
-    Launch,
+    LaunchLine,
     find_launch,
     joined,
     option_of_pyxis,
@@ -34,7 +34,7 @@ from hpc_elastic.options.script_variables import (
     Variables,
     units_of,
 )
-from hpc_elastic.options.shell_text import Block, Command, expanded_names, parse_script, plain
+from hpc_elastic.options.shell_text import Block, ShellCommand, expanded_names, parse_script, plain
 from hpc_elastic.options.table import Option
 
 
@@ -95,8 +95,8 @@ class _Converter:
         self._variables = Variables(self._script)
         self._options: list[tuple[str, str]] = []  # name, raw value (empty: a flag)
         self._lines: list[ConvertedLine] = []
-        self._launch = Launch()
-        self._start: Command | None = None
+        self._launch = LaunchLine()
+        self._start: ShellCommand | None = None
         self._loops: list[Block] = []
         self._setup_at = 0
         self._inlined: set[str] = set()

@@ -99,7 +99,7 @@ _OF_WORKERS: Mapping[str, Option] = {name: option for option in worker_options.O
 PER_WORKER = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", *MEETING}
 
 
-class Launch(Struct):
+class LaunchLine(Struct):
     options: list[tuple[str, str]] = field(default_factory=list)
     """Name and raw value; an empty value: a flag."""
     program: list[str] = field(default_factory=list)
@@ -124,14 +124,14 @@ class Launch(Struct):
     """Points left to the user."""
 
 
-def find_launch(words: Sequence[str], variables: Variables) -> Launch | None:
+def find_launch(words: Sequence[str], variables: Variables) -> LaunchLine | None:
     reader = _LaunchReader(variables)
     return reader.launch if reader.read(list(words)) else None
 
 
 class _LaunchReader:
     def __init__(self, variables: Variables) -> None:
-        self.launch = Launch()
+        self.launch = LaunchLine()
         self._variables = variables
         self._in_step = False
         self._in_container = False

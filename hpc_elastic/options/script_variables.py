@@ -10,8 +10,8 @@ from msgspec import Struct, field
 from hpc_elastic.options.shell_text import (
     ASSIGNMENT,
     Block,
-    Command,
-    Script,
+    ShellCommand,
+    ShellScript,
     expanded_names,
     inner_text,
     plain,
@@ -52,7 +52,7 @@ class Unit(Struct, eq=False):
 
     number: int
     text: str
-    commands: list[Command]
+    commands: list[ShellCommand]
     block: Block | None = None
 
     @property
@@ -82,7 +82,7 @@ class Reach(Struct):
     """Variables whose value can't be found here."""
 
 
-def assignments(command: Command) -> list[tuple[str, str]]:
+def assignments(command: ShellCommand) -> list[tuple[str, str]]:
     """Variables that a command sets, with raw values; none where it does something else too."""
     words = command.words
     if not words:
@@ -99,7 +99,7 @@ def assignments(command: Command) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in found if match] if all(found) else []
 
 
-def units_of(script: Script, around: Sequence[Block]) -> list[Unit]:
+def units_of(script: ShellScript, around: Sequence[Block]) -> list[Unit]:
     """The commands, with those of one block together but for the blocks `around` the launch."""
     units: list[Unit] = []
     for command in script.commands:
@@ -115,7 +115,7 @@ def units_of(script: Script, around: Sequence[Block]) -> list[Unit]:
 
 
 class Variables:
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: ShellScript) -> None:
         self._values: dict[str, str] = {}
         """Raw values that the file itself shows."""
         self.units: list[Unit] = []

@@ -32,7 +32,7 @@ class Block(Struct, eq=False):
     end: int = 0
 
 
-class Command(Struct, eq=False):
+class ShellCommand(Struct, eq=False):
     number: int
     text: str
     """The source, with redirections, without a comment behind it."""
@@ -45,14 +45,14 @@ class Command(Struct, eq=False):
     blocks: tuple[Block, ...] = ()
 
 
-class Script(Struct):
+class ShellScript(Struct):
     text: str
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     comments: list[tuple[int, str]] = field(default_factory=list)
     """Lines that are comments, with their numbers."""
 
 
-def parse_script(text: str) -> Script:
+def parse_script(text: str) -> ShellScript:
     return _Parser(text).parse()
 
 
@@ -101,15 +101,15 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
-        self._script = Script(text=text)
-        self._command: Command | None = None
+        self._script = ShellScript(text=text)
+        self._command: ShellCommand | None = None
         self._begin = 0
         self._end = 0
         self._blocks: list[Block] = []
         self._function = ""
-        self._documents: list[tuple[Command, str]] = []
+        self._documents: list[tuple[ShellCommand, str]] = []
 
-    def parse(self) -> Script:
+    def parse(self) -> ShellScript:
         text = self._text
         while self._at < len(text):
             char = text[self._at]
@@ -135,9 +135,9 @@ class _Parser:
     def _number(self) -> int:
         return self._text.count("\n", 0, self._at) + 1
 
-    def _current(self) -> Command:
+    def _current(self) -> ShellCommand:
         if self._command is None:
-            self._command = Command(number=self._number(), text="", blocks=tuple(self._blocks))
+            self._command = ShellCommand(number=self._number(), text="", blocks=tuple(self._blocks))
             self._begin = self._at
         return self._command
 

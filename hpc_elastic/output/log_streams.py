@@ -201,7 +201,7 @@ def _end_of(path: Path, size: int) -> bytes:
         os.close(fd)
 
 
-class Piece(Struct, frozen=True):
+class StreamPiece(Struct, frozen=True):
     """Whole lines of one stream that were printed at one time."""
 
     stream: LogStream
@@ -214,11 +214,11 @@ class Piece(Struct, frozen=True):
         return self.data.count(b"\n")
 
 
-def _by_time(piece: Piece) -> float:
+def _by_time(piece: StreamPiece) -> float:
     return math.inf if piece.time_us is None else piece.time_us
 
 
-def timed_pieces(stream: LogStream, chunk: Chunk, marks: StreamMarks) -> Iterator[Piece]:
+def timed_pieces(stream: LogStream, chunk: Chunk, marks: StreamMarks) -> Iterator[StreamPiece]:
     """Cut a chunk where another time begins; a line's time is that of its first byte."""
     data, at = chunk.data, 0
     time_us = marks.time_at(chunk.head)
@@ -232,9 +232,9 @@ def timed_pieces(stream: LogStream, chunk: Chunk, marks: StreamMarks) -> Iterato
             if cut == at > 0:
                 time_us = later  # several within one line: the next one begins after the last of them
             continue
-        yield Piece(stream, time_us, data[at:cut], gap)
+        yield StreamPiece(stream, time_us, data[at:cut], gap)
         at, time_us, gap = cut, later, False
-    yield Piece(stream, time_us, data[at:], gap)
+    yield StreamPiece(stream, time_us, data[at:], gap)
 
 
 def merged(
@@ -243,14 +243,14 @@ def merged(
     *,
     is_over: bool = True,
     window: tuple[int, int] | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[StreamPiece]:
     """Everything that the outputs hold from where their readers stand, in time order.
 
     Streams without any time come last, one after the other. With `is_over` nothing more will come: a line without its
     end is one too. `window`: only what was printed from then to then, microseconds; what has no time is there too.
     """
 
-    def pieces(stream: LogStream) -> Iterator[Piece]:
+    def pieces(stream: LogStream) -> Iterator[StreamPiece]:
         reader, times = readers[stream], marks.of(stream.rank, stream.stream)
         while (chunk := reader.read() or (reader.rest() if is_over else None)) is not None:
             for piece in timed_pieces(stream, chunk, times):
@@ -305,17 +305,17 @@ def readers_around(
 class _LastLines:
     def __init__(self, count: int) -> None:
         self._count = count
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[StreamPiece] = deque()
         self._lines = 0
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: StreamPiece) -> None:
         self._pieces.append(piece)
         self._lines += piece.lines
         while self._pieces and self._lines - (first := self._pieces[0].lines) >= self._count:
             self._lines -= first
             self._pieces.popleft()
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StreamPiece]:
         surplus = self._lines - self._count
         if surplus <= 0 or not self._pieces:
             return list(self._pieces)
@@ -332,7 +332,7 @@ def _end_of_lines(data: bytes, count: int) -> int:
     return at
 
 
-def last_of(pieces: Iterable[Piece], count: int) -> list[Piece]:
+def last_of(pieces: Iterable[StreamPiece], count: int) -> list[StreamPiece]:
     last = _LastLines(count)
     for piece in pieces:
         last.add(piece)
@@ -340,14 +340,14 @@ def last_of(pieces: Iterable[Piece], count: int) -> list[Piece]:
 
 
 def nearest_lines(
-    pieces: Iterable[Piece], *, at_us: int, count: int, ended: int | None = None
-) -> tuple[list[Piece], list[Piece]]:
+    pieces: Iterable[StreamPiece], *, at_us: int, count: int, ended: int | None = None
+) -> tuple[list[StreamPiece], list[StreamPiece]]:
     """The last `count` lines of each output before a moment, and the first `count` after it, each in time order.
 
     `ended`: the rank that ended at that moment: what it printed was before it, also where its agent read it later.
     """
     before: dict[LogStream, _LastLines] = {}
-    after: list[Piece] = []
+    after: list[StreamPiece] = []
     left: dict[LogStream, int] = {}
     for piece in pieces:
         stream = piece.stream

@@ -25,7 +25,7 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, agreed_step
+from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, RunNotice, agreed_step
 from hpc_elastic.rendezvous.proposals import Proposal, files_hang, propose, propose_close
 from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.restart import (
@@ -297,7 +297,7 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
     return None
 
 
-def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: RendezvousSettings) -> Proposal | None:
+def _under_notice(view: ClusterView, notice: RunNotice, settings: RendezvousSettings) -> Proposal | None:
     """No round begins any more: workers that run may save, and then the attempt is over."""
     record = view.record
     if record.status is not Status.FINAL:
@@ -333,7 +333,7 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
     return propose(record, RoundEvent.AGREE, said, notice=replace(notice, step=step))
 
 
-def _preempted(record: RoundRecord, notice: PreemptionNotice, said: str, *, retryable: bool = True) -> Proposal:
+def _preempted(record: RoundRecord, notice: RunNotice, said: str, *, retryable: bool = True) -> Proposal:
     return propose_close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}", retryable=retryable)
 
 

@@ -20,7 +20,7 @@ NEWS_SECONDS = 1.0
 """Seconds by which a later notice must leave less time than the one that holds, to be sent on."""
 
 
-class PreemptionNotice(Struct, frozen=True, array_like=True):
+class RunNotice(Struct, frozen=True, array_like=True):
     """Part of every record from when it was given. A later one that leaves less time takes its place."""
 
     reason: str
@@ -36,11 +36,11 @@ class PreemptionNotice(Struct, frozen=True, array_like=True):
     def is_agreed(self) -> bool:
         return self.step != STEP_PENDING
 
-    def is_given_as(self, other: PreemptionNotice | None) -> bool:
+    def is_given_as(self, other: RunNotice | None) -> bool:
         """Return whether it is the same notice, whatever has been agreed on since."""
         return other is not None and replace(self, step=other.step) == other
 
-    def leaves_less_than(self, other: PreemptionNotice, *, since: float) -> bool:
+    def leaves_less_than(self, other: RunNotice, *, since: float) -> bool:
         """Return whether it is news to those who know of another one, given `since` seconds ago."""
         return self.seconds < other.seconds - since - NEWS_SECONDS
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.failure_detector import LostLink
-from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.state import (
     Member,
     RoundEvent,
@@ -76,7 +76,7 @@ def propose_close(record: RoundRecord, outcome: Outcome, reason: str, **changes:
     return propose(record, RoundEvent.CLOSE, reason, outcome=outcome, reason=reason, **changes)
 
 
-def propose_notice(record: RoundRecord, notice: PreemptionNotice) -> Proposal:
+def propose_notice(record: RoundRecord, notice: RunNotice) -> Proposal:
     """The record that carries a preemption notice to all.
 
     One that leaves less time takes another one's place; a step that was agreed on stays, since some may have saved.
@@ -95,7 +95,7 @@ class RequestsToAll:
 
     def __init__(self) -> None:
         self._closing: tuple[Outcome, str] | None = None
-        self._notice: PreemptionNotice | None = None
+        self._notice: RunNotice | None = None
         self._heard = ""
 
     def __bool__(self) -> bool:
@@ -104,7 +104,7 @@ class RequestsToAll:
     def close(self, outcome: Outcome, reason: str) -> None:
         self._closing = self._closing or (outcome, reason)
 
-    def give_notice(self, notice: PreemptionNotice) -> None:
+    def give_notice(self, notice: RunNotice) -> None:
         """The job is going to be ended; a later notice may only be sooner."""
         if self._notice is None or notice.seconds < self._notice.seconds:
             self._notice = notice

@@ -21,7 +21,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.preemption import RunNotice
 
 OBSERVER_PLACE = 99999
 """The node index in the uid of a supervisor, which is no node."""
@@ -165,7 +165,7 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     symptoms: bool = False
     """The round before was ended by failures that only show that another rank is gone: its members give their ranks a
     moment to fail by themselves, and look where the silent ones stand before they end them."""
-    notice: PreemptionNotice | None = None
+    notice: RunNotice | None = None
     """The job is going to be ended, and workers may save first."""
     heard: str = ""
     """A signal that an agent heard, ``SIGTERM on n2 from pid 812 (slurmstepd)``: its meaning is the supervisor's to

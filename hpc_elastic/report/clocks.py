@@ -39,7 +39,7 @@ _STEP_NS = 1_000_000
 """A wall clock whose distance to the time since the boot changed by more was set in between."""
 
 
-class ClockOffset(Struct, frozen=True, kw_only=True):
+class HostOffset(Struct, frozen=True, kw_only=True):
     """How far a host's wall clock is ahead of the reference's."""
 
     offset_ns: int
@@ -72,7 +72,7 @@ class Clocks(Struct, frozen=True, kw_only=True):
     host: str = ""
     contradicted: tuple[int, ...] = ()
     """Nodes of which two measurements can't both be true: what they say is not used."""
-    offsets: Mapping[int, ClockOffset] = field(default_factory=dict)
+    offsets: Mapping[int, HostOffset] = field(default_factory=dict)
     """How far each node's wall clock is ahead of the reference's, as last measured; without the reference itself."""
     _hops: Mapping[int, _Hop] = field(default_factory=dict)
     _walls: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -250,7 +250,7 @@ class ClocksBuilder:
                 uptime, ahead = clocks._walls[node][-1]
                 moment = clocks.moment(node, uptime + ahead, uptime_ns=uptime)
                 assert moment.bound_ns is not None
-                offsets[node] = ClockOffset(offset_ns=uptime + ahead - moment.at_ns, bound_ns=moment.bound_ns)
+                offsets[node] = HostOffset(offset_ns=uptime + ahead - moment.at_ns, bound_ns=moment.bound_ns)
             views.append(replace(clocks, offsets=offsets, _found={}))
         return views[0] if len(views) == 1 else replace(views[0], _views=tuple(views), _found={})
 

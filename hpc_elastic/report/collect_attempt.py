@@ -16,8 +16,8 @@ from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
     START_REFUSED,
-    AgentEnd,
     AttemptHistory,
+    FailedAgent,
     GivenUpNode,
     NodeLoss,
     RestartRecord,
@@ -46,7 +46,7 @@ class AttemptBuilder(Struct):
     history: AttemptHistory
     """It is filled in: what needs nothing of other events, by `take`."""
     rounds: dict[int, RoundBuilder] = field(default_factory=dict)
-    replaced_ends: list[AgentEnd] = field(default_factory=list)
+    replaced_ends: list[FailedAgent] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
     own_reasons: dict[int, list[str]] = field(default_factory=dict)
     relaunched: list[tuple[int, str]] = field(default_factory=list)
@@ -67,7 +67,7 @@ class AttemptBuilder(Struct):
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
-    bad_ends: dict[int, list[AgentEnd]] = field(default_factory=dict)
+    bad_ends: dict[int, list[FailedAgent]] = field(default_factory=dict)
     cut_short: dict[int, list[int]] = field(default_factory=dict)
     """Node with bad ends → rounds of which it reported no end, though it was there again later."""
     has_result: bool = False
@@ -162,7 +162,7 @@ class AttemptBuilder(Struct):
             return
         if name in self.history.nodes and node < 0:
             node = self.history.nodes.index(name)
-        end = AgentEnd(node=max(node, -1), name=name, code=code, seen_ns=when, detail=event.detail)
+        end = FailedAgent(node=max(node, -1), name=name, code=code, seen_ns=when, detail=event.detail)
         self.history.agent_ends += (end,)
 
     def name_of(self, node: int) -> str:
@@ -298,7 +298,7 @@ class AttemptBuilder(Struct):
                     )
 
 
-def _end_text(end: AgentEnd) -> str:
+def _end_text(end: FailedAgent) -> str:
     if end.code is None:
         return end.detail or "its agent ended"
     if end.code == UNHEALTHY_CODE:

@@ -206,7 +206,7 @@ class RoundHistory(Struct, kw_only=True, dict=True):
         return bool(self.nodes) and self.succeeded_nodes >= {node.node for node in self.nodes}
 
 
-class AgentEnd(Struct, frozen=True, kw_only=True):
+class FailedAgent(Struct, frozen=True, kw_only=True):
     """An agent that ended otherwise than well, as the supervisor saw it."""
 
     node: int
@@ -272,7 +272,7 @@ class AttemptHistory(Struct, kw_only=True):
     decision: str = ""
     """``requeue: …``, ``end: …``."""
     rounds: tuple[RoundHistory, ...] = ()
-    agent_ends: tuple[AgentEnd, ...] = ()
+    agent_ends: tuple[FailedAgent, ...] = ()
     relaunched: tuple[str, ...] = ()
     """Names of the nodes on which another agent ran, once for each time that one was started there."""
     unstarted: tuple[tuple[str, str], ...] = ()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
-from hpc_elastic.report.clocks import CLOCK_EVENTS, ClockOffset, Clocks, ClocksBuilder
+from hpc_elastic.report.clocks import CLOCK_EVENTS, Clocks, ClocksBuilder, HostOffset
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run.event_reader import EventLine, read_events
 from hpc_elastic.run.event_types import RunEvent, name_of
@@ -95,7 +95,7 @@ SUSPECT_NS = 90 * 1_000_000_000
 """A node that learns late, behind caches that are trusted for a minute, is not taken for one with a wrong clock."""
 
 
-def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, ClockOffset]:
+def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, HostOffset]:
     """Node index → how far its wall clock is off in one attempt; a node that is not there is trusted."""
     found = dict(clocks.offsets)
     rounds: dict[int, dict[int, int]] = {}
@@ -115,7 +115,7 @@ def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, Clo
         is_wrong = least > SUSPECT_NS or most < -SUSPECT_NS
         if node not in found and node != clocks.reference and is_wrong and most - least < SUSPECT_NS:
             bound = max(1_000_000_000, most - least)
-            found[node] = ClockOffset(offset_ns=_median_low(values), bound_ns=bound, measured=False)
+            found[node] = HostOffset(offset_ns=_median_low(values), bound_ns=bound, measured=False)
     return found
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from hpc_elastic.base.text import duration as _duration
 from hpc_elastic.base.text import plural, ranks_text, time_text
 from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline, make_axis
-from hpc_elastic.report.timeline_attempt import Span, State
+from hpc_elastic.report.timeline_attempt import NodeState, Span
 from hpc_elastic.slurm.notation import HostlistError, compress
 
 ZOOMS = (1, 4, 16, 64)
@@ -18,18 +18,18 @@ _TICKS = (1, 4, 16)
 """Zooms that have their own; larger ones show the last one's."""
 # Each state is a line of its own height and width, or several: they differ without their colours, and a picture
 # that is stretched sideways keeps them.
-_LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
-    State.RUNNING: ("s-r", (8,)),
-    State.UP: ("s-r", (8,)),
-    State.STARTING: ("s-s", (11,)),
-    State.STOPPING: ("s-e", (5,)),
-    State.RENDEZVOUS: ("s-v", (8,)),
-    State.LAUNCHING: ("s-l", (8,)),
-    State.SPARE: ("s-w", (5, 11)),
-    State.DONE: ("s-d", (13,)),
-    State.LOST: ("s-x", (3, 8, 13)),
+_LINES: Mapping[NodeState, tuple[str, tuple[int, ...]]] = {
+    NodeState.RUNNING: ("s-r", (8,)),
+    NodeState.UP: ("s-r", (8,)),
+    NodeState.STARTING: ("s-s", (11,)),
+    NodeState.STOPPING: ("s-e", (5,)),
+    NodeState.RENDEZVOUS: ("s-v", (8,)),
+    NodeState.LAUNCHING: ("s-l", (8,)),
+    NodeState.SPARE: ("s-w", (5, 11)),
+    NodeState.DONE: ("s-d", (13,)),
+    NodeState.LOST: ("s-x", (3, 8, 13)),
 }
-_WORKING = (State.RUNNING, State.UP)
+_WORKING = (NodeState.RUNNING, NodeState.UP)
 
 
 duration = partial(_duration, fine=True)
@@ -124,7 +124,7 @@ class _Pictures(Struct):
 
     def _paths(self, spans: Iterable[Span], drawn: Iterable[Mark]) -> str:
         grid, least = self.grid, max(1, self.grid // 450)
-        runs: dict[State, list[list[int]]] = {}
+        runs: dict[NodeState, list[list[int]]] = {}
         gaps: list[list[int]] = []
         place, at_ns, at = self.axis.place, -1, 0
         for span in spans:
@@ -272,10 +272,10 @@ class _Drawing(Struct):
 
 
 def describe_spans(row: Row) -> str:
-    sums: dict[State, int] = {}
+    sums: dict[NodeState, int] = {}
     for span in row.spans:
         sums[span.state] = sums.get(span.state, 0) + span.end_ns - span.start_ns
-    spans = [f"{state.value} {duration(sums[state] / 1e9)}" for state in State if sums.get(state)]
+    spans = [f"{state.value} {duration(sums[state] / 1e9)}" for state in NodeState if sums.get(state)]
     return f"{shorten(row.name, 40)}: {', '.join(spans) or 'nothing is known'}"
 
 

@@ -16,11 +16,11 @@ from msgspec import Struct
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import ClockOffset
+from hpc_elastic.report.clocks import HostOffset
 from hpc_elastic.report.document import Fold, fold_failures
 from hpc_elastic.report.history import AttemptHistory, NodeLoss
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundTimes, Span, State
+from hpc_elastic.report.timeline_attempt import NodeState, PlacedAttempt, RoundTimes, Span
 from hpc_elastic.report.wording import FAILURE_WORDS
 
 _GAP_SHARE = 0.035
@@ -155,7 +155,7 @@ class Row(Struct, frozen=True, kw_only=True):
     detail: str
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
-    key: tuple[tuple[State, int, int], ...] = ()
+    key: tuple[tuple[NodeState, int, int], ...] = ()
     """Its states without times: rows with the same key are alike."""
 
 
@@ -168,7 +168,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     entries: tuple[Entry, ...]
     rounds: tuple[RoundTimes, ...]
     """Those of which a node reported its part."""
-    offsets: Mapping[str, ClockOffset]
+    offsets: Mapping[str, HostOffset]
     """Names of nodes whose wall clock is known to be off by so much; its times are shifted."""
     clock_hosts: tuple[str, ...] = ()
     """The host whose clock the axis is by, for each attempt in which clocks were compared."""
@@ -202,7 +202,7 @@ def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) 
 class _Rows:
     def __init__(self) -> None:
         self._spans: dict[str, list[Span]] = {}
-        self._keys: dict[str, list[tuple[State, int, int]]] = {}
+        self._keys: dict[str, list[tuple[NodeState, int, int]]] = {}
         self._marks: dict[str, list[Mark]] = {}
         self._details: dict[str, dict[str, None]] = {}
 

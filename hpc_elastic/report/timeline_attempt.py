@@ -18,7 +18,7 @@ from hpc_elastic.report.node_times import NodeTimes, node_offsets
 from hpc_elastic.run.heartbeats import COUNTED, STEPS, ProgressSource
 
 
-class State(str, Enum):
+class NodeState(str, Enum):
     LAUNCHING = "agent being launched"
     """The attempt goes on, and nothing was heard of its agent yet."""
     RENDEZVOUS = "rendezvous"
@@ -38,7 +38,7 @@ class State(str, Enum):
 class Span(NamedTuple):
     """A stretch of one state. A tuple, because a long run of a thousand nodes has hundreds of thousands."""
 
-    state: State
+    state: NodeState
     start_ns: int
     end_ns: int
     round: int
@@ -61,12 +61,12 @@ class Stay(NamedTuple):
 
     def spans(self, end_ns: int) -> list[Span]:
         """Starting, running, stopping; and lost until it was heard of again, or until the attempt's end."""
-        ready, running = self.running_ns, State.UP
+        ready, running = self.running_ns, NodeState.UP
         if self.first_step_ns is not None:
-            ready, running = min(max(ready, self.first_step_ns), self.stopping_ns), State.RUNNING
+            ready, running = min(max(ready, self.first_step_ns), self.stopping_ns), NodeState.RUNNING
         back = self.end_ns if self.lost_ns is None else max(self.back_ns or end_ns, self.end_ns)
         marks = (self.start_ns, ready, self.stopping_ns, self.end_ns, back)
-        states = (State.STARTING, running, State.STOPPING, State.LOST)
+        states = (NodeState.STARTING, running, NodeState.STOPPING, NodeState.LOST)
         return [
             Span(state, start, end, self.round)
             for state, start, end in zip(states, marks, marks[1:], strict=False)
@@ -87,11 +87,11 @@ def _between(
         if others_end <= others_start:
             continue
         if others_start > start:
-            spans.append(Span(State.RENDEZVOUS, start, others_start, -1))
-        spans.append(Span(State.SPARE, others_start, others_end, index))
+            spans.append(Span(NodeState.RENDEZVOUS, start, others_start, -1))
+        spans.append(Span(NodeState.SPARE, others_start, others_end, index))
         start = others_end
     if end > start:
-        spans.append(Span(State.RENDEZVOUS, start, end, -1))
+        spans.append(Span(NodeState.RENDEZVOUS, start, end, -1))
     return spans
 
 
@@ -206,7 +206,7 @@ class PlacedAttempt:
         spans: list[Span] = []
         cursor = self.start_ns
         if agent_starts and agent_starts[0] > cursor:
-            spans.append(Span(State.LAUNCHING, cursor, agent_starts[0], -1))
+            spans.append(Span(NodeState.LAUNCHING, cursor, agent_starts[0], -1))
             cursor = agent_starts[0]
         was_in = -1
         for stay in stays:
@@ -220,7 +220,7 @@ class PlacedAttempt:
         if last is None or last.back_ns is None or last.back_ns < self.end_ns:
             if last is not None and last.succeeded:
                 if until > cursor:
-                    spans.append(Span(State.DONE, cursor, until, last.round))
+                    spans.append(Span(NodeState.DONE, cursor, until, last.round))
             else:
                 spans += _between(cursor, until, self.extents, was_in=was_in, then_in=None)
         return spans
@@ -228,7 +228,7 @@ class PlacedAttempt:
     def rank_spans(self, stay: Stay, failed_ns: int | None) -> list[Span]:
         kept = []
         for span in stay.spans(self.end_ns):
-            if failed_ns is None or span.state is State.LOST or span.end_ns <= failed_ns:
+            if failed_ns is None or span.state is NodeState.LOST or span.end_ns <= failed_ns:
                 kept.append(span)
             elif span.start_ns < failed_ns:
                 kept.append(span._replace(end_ns=failed_ns))

@@ -12,7 +12,7 @@ MOST_NAMED = 64
 Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class Call(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AwaitedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A collective, a send or a receive, as the ranks that belong together in it must have called it."""
 
     name: str
@@ -49,7 +49,7 @@ class TailTrack(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class FlightTail(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of one rank's dump of torch's flight recorder, or NCCL's watchdog's messages in place of one."""
 
-    calls: tuple[Call, ...] = ()
+    calls: tuple[AwaitedCall, ...] = ()
     tracks: tuple[TailTrack, ...] = ()
     members: tuple[tuple[str, str], ...] = ()
     """A group and its ranks (``0-3,8``), for each where the dump has them."""

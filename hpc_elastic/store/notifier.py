@@ -87,7 +87,7 @@ _in_short = json.JSONEncoder(separators=(",", ":")).encode
 """Made once: a beat a second is half of what a sleeping agent does."""
 
 
-class Heard(Struct, frozen=True, kw_only=True):
+class ValidDatagrams(Struct, frozen=True, kw_only=True):
     """Content of the valid datagrams."""
 
     notified: bool
@@ -193,13 +193,13 @@ class Notifier:
         """Seconds for which waiting for a datagram makes no sense: there are too many invalid ones."""
         return 0.0 if self._muted_until is None else max(0.0, self._muted_until - self._clock.monotonic())
 
-    def drain(self) -> Heard:
+    def drain(self) -> ValidDatagrams:
         """Take in all waiting datagrams; nothing while `muted_for` says so."""
         now = self._clock.monotonic()
         muted = 0.0
         if self._muted_until is not None:
             if now < self._muted_until:
-                return Heard(notified=False, alive=frozenset())
+                return ValidDatagrams(notified=False, alive=frozenset())
             # What came in this time was dropped by the kernel, or drowns in what is in its queue now.
             muted = now - self._muted_until + PERIOD
             self._muted_until = None
@@ -237,7 +237,7 @@ class Notifier:
                 self.notify(_unpack(said.get("f")), key)
             else:
                 hears[sender], refused[sender] = bool(said.get("h")), bool(said.get("r"))
-        return Heard(
+        return ValidDatagrams(
             notified=notified,
             alive=frozenset(alive),
             about=frozenset(about),

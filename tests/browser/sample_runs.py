@@ -9,7 +9,7 @@ import msgspec
 
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.run.activities import Activity, Call, FlightTail, TailTrack
+from hpc_elastic.run.activities import Activity, AwaitedCall, FlightTail, TailTrack
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 HOSTILE = "\"'><script>document.title='OWNED'</script><img src=x onerror=\"document.title='OWNED'\">&amp;</pre></style>"
@@ -137,11 +137,11 @@ def collectives_run(root: Path) -> RunBuilder:
     builder.attempt(0)
     agents(builder, 0, at=2)
     builder.round(0, 0, at=4)
-    all_reduce = Call(
+    all_reduce = AwaitedCall(
         name="all_reduce", group="0", description="default_pg", backend="nccl", inputs=((1024, 2048),),
         outputs=((1024, 2048),), types=("BFloat16",),
     )  # fmt: skip
-    calls = (all_reduce, Call(name="broadcast", group="0", backend="nccl"))
+    calls = (all_reduce, AwaitedCall(name="broadcast", group="0", backend="nccl"))
     found = []
     for rank in range(4):
         numbers = tuple(range(20, 40 if rank == 2 else 41))

@@ -19,7 +19,7 @@ import pytest
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.timeline import build_timeline
-from hpc_elastic.report.timeline_attempt import State, place_attempts
+from hpc_elastic.report.timeline_attempt import NodeState, place_attempts
 from tests.rigs.local_run import ROOT, LocalRun
 
 pytestmark = pytest.mark.torch
@@ -58,8 +58,8 @@ def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, sou
             assert cost["seconds"] > until_up + 0.3, "torch is imported, and a step is done, before training is back"
         rows = build_timeline(place_attempts(collect_run(run.paths.root))).nodes
         for row, number in itertools.product(rows, range(3)):
-            (starting,) = (span for span in row.spans if (span.state, span.round) == (State.STARTING, number))
-            (running,) = (span for span in row.spans if (span.state, span.round) == (State.RUNNING, number))
+            (starting,) = (span for span in row.spans if (span.state, span.round) == (NodeState.STARTING, number))
+            (running,) = (span for span in row.spans if (span.state, span.round) == (NodeState.RUNNING, number))
             assert starting.end_ns == running.start_ns, "the first step ends the start"
             assert starting.end_ns - starting.start_ns > 0.3e9, "which has the imports in it"
 

@@ -16,13 +16,13 @@ from hpc_elastic.checkpoints.layout import (
     COPY,
     INDEX_NAME,
     START_VARIABLE,
-    Part,
+    NodePart,
     Start,
     committed_steps,
     read_index,
     targets_in,
 )
-from hpc_elastic.checkpoints.node import FLUSH_SECONDS, NodeCheckpoints, RoundPlace
+from hpc_elastic.checkpoints.node import FLUSH_SECONDS, NodeCheckpoints, NodePlace
 from hpc_elastic.checkpoints.replicas import Replicator
 from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
 from hpc_elastic.run.event_types import RunEvent
@@ -94,7 +94,7 @@ class World:
         """As `send_part` does it, on this machine."""
         node, neighbour = self.nodes[index], self.nodes[(index + 1) % NODES]
 
-        def send(part: Part, folder: Path) -> None:
+        def send(part: NodePart, folder: Path) -> None:
             copy = neighbour.local / part.name(COPY)
             shutil.copytree(folder, copy.with_name(f".incoming-{copy.name}") / folder.name, dirs_exist_ok=True)
             (copy.with_name(f".incoming-{copy.name}") / "owner").write_text(str(node.local))
@@ -130,7 +130,7 @@ class World:
         self.round += 1
         starts: dict[int, Start] = {}
         for k, node in enumerate(self.nodes):
-            place = RoundPlace(
+            place = NodePlace(
                 attempt=0, round=self.round, index=k, uids=tuple(str(other.local) for other in self.nodes),
                 ranks=RANKS, reports=self.root / "checkpoints" / f"round-{self.round}",
             )  # fmt: skip

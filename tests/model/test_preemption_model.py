@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
+from hpc_elastic.rendezvous.preemption import PreemptionStatus, RunNotice
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from tests.model.test_rendezvous_model import SETTINGS, failure, started
 from tests.rigs.rendezvous_world import Crash, Node, World
@@ -71,9 +71,9 @@ def play_until_over(world: World) -> bool:
 
 def test_the_first_notice_holds_and_the_workers_run_on() -> None:
     world = training()
-    world.nodes[2].participant.to_all.give_notice(PreemptionNotice("SIGTERM on n2", 60.0))
+    world.nodes[2].participant.to_all.give_notice(RunNotice("SIGTERM on n2", 60.0))
     assert world.run(lambda: newest(world).notice is not None)
-    world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 99.0))
+    world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 99.0))
     world.run(lambda: False, seconds=10)
     assert newest(world).notice.reason == "SIGTERM on n2"  # type: ignore[union-attr]
     assert newest(world).status is Status.FINAL
@@ -84,16 +84,16 @@ def test_the_first_notice_holds_and_the_workers_run_on() -> None:
 def test_a_notice_that_leaves_less_time_takes_its_place(giver: int, is_agreed: bool) -> None:
     world = training()
     began = world.clock.now
-    world.nodes[2].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n2", 90.0))
+    world.nodes[2].participant.to_all.give_notice(RunNotice("SIGUSR2 on n2", 90.0))
     if is_agreed:
         for node in world.live():
             node.participant.claims.report_noted(0, PreemptionStatus(heeds=True, step=50, rate=2.0))
     assert world.run(lambda: (n := newest(world).notice) is not None and n.is_agreed is is_agreed, seconds=20)
     step = newest(world).notice.step  # type: ignore[union-attr]
     world.run(lambda: False, seconds=5)
-    world.nodes[giver].participant.to_all.give_notice(PreemptionNotice("SIGTERM on n0", 12.0))
+    world.nodes[giver].participant.to_all.give_notice(RunNotice("SIGTERM on n0", 12.0))
     world.run(lambda: False, seconds=3)
-    world.nodes[(giver + 1) % 3].participant.to_all.give_notice(PreemptionNotice("a third", 60.0))
+    world.nodes[(giver + 1) % 3].participant.to_all.give_notice(RunNotice("a third", 60.0))
     assert world.run(lambda: is_over(world))
     last = newest(world)
     assert last.notice is not None
@@ -108,12 +108,12 @@ def test_a_crash_while_a_notice_is_shortened_gives_nobody_more_time(victim: int)
     at, reached = 0, True
     while reached:
         world, crash = training(), CrashAtWrite(victim, at)
-        world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 300.0))
+        world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 300.0))
         assert world.run(lambda world=world: newest(world).notice is not None)  # type: ignore[misc]
         world.on_effect = crash
         began = world.clock.now
         for node in world.nodes:
-            node.participant.to_all.give_notice(PreemptionNotice("SIGTERM", 20.0))
+            node.participant.to_all.give_notice(RunNotice("SIGTERM", 20.0))
         assert world.run(lambda world=world: is_over(world))  # type: ignore[misc]
         assert world.clock.now - began < 60.0, f"node {victim} crashed at its write {at}"
         assert newest(world).outcome is Outcome.PREEMPTED
@@ -123,7 +123,7 @@ def test_a_crash_while_a_notice_is_shortened_gives_nobody_more_time(victim: int)
 
 def test_all_agree_on_one_step_that_none_has_passed() -> None:
     world = training()
-    world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
+    world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 60.0))
     assert play_until_over(world)
     last = newest(world)
     assert last.outcome is Outcome.PREEMPTED
@@ -136,7 +136,7 @@ def test_all_agree_on_one_step_that_none_has_passed() -> None:
 
 def test_the_time_is_over_and_nobody_has_saved() -> None:
     world = training()
-    world.nodes[0].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n0", 30.0))
+    world.nodes[0].participant.to_all.give_notice(RunNotice("SIGUSR2 on n0", 30.0))
     began = world.clock.now
     assert world.run(lambda: is_over(world))
     assert 29.0 < world.clock.now - began < 35.0
@@ -147,7 +147,7 @@ def test_a_notice_while_nodes_meet_ends_the_attempt_at_once() -> None:
     world = training()
     world.nodes[0].participant.claims.report_failure(0, failure(0))
     assert world.run(lambda: newest(world).status is Status.JOINABLE)
-    world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
+    world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 60.0))
     assert world.run(lambda: is_over(world), seconds=10)
     assert newest(world).outcome is Outcome.PREEMPTED
 
@@ -159,9 +159,9 @@ def test_a_crash_after_any_single_write_holds_up_nobody(victim: int) -> None:
     while reached:
         world, crash = training(), CrashAtWrite(victim, at)
         world.on_effect = crash
-        world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
+        world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 60.0))
         if victim == 1:
-            world.nodes[2].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
+            world.nodes[2].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 60.0))
         assert play_until_over(world), f"node {victim} crashed at its write {at}"
         assert newest(world).outcome is Outcome.PREEMPTED
         at, reached = at + 1, crash.is_reached
@@ -170,7 +170,7 @@ def test_a_crash_after_any_single_write_holds_up_nobody(victim: int) -> None:
 
 def test_a_coordinator_that_is_frozen_in_the_notice_commits_nothing_when_it_wakes() -> None:
     world = training()
-    world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
+    world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 60.0))
     assert world.run(lambda: newest(world).notice is not None)
     world.nodes[0].frozen = True
     assert play_until_over(world)
@@ -199,7 +199,7 @@ def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> 
         assert len(told) == 1
         world.on_effect = lambda node, where: None
         survivor = next(node for node in world.live() if node.index != victim)
-        survivor.participant.to_all.give_notice(PreemptionNotice("SIGTERM (preemption)", 60.0))
+        survivor.participant.to_all.give_notice(RunNotice("SIGTERM (preemption)", 60.0))
         assert play_until_over(world), f"node {victim} crashed at its write {at}"
         assert newest(world).outcome is Outcome.PREEMPTED
         at, reached = at + 1, crash.is_reached
@@ -208,7 +208,7 @@ def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> 
 def test_a_worker_that_wants_no_other_attempt_has_its_way_also_in_a_notice() -> None:
     """By the exit code 93, say, since its job has been out of time too often."""
     world = training()
-    world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
+    world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 60.0))
     assert world.run(lambda: newest(world).notice is not None)
     world.nodes[2].participant.claims.report_failure(0, replace(failure(2), retryable=False))
     assert world.run(lambda: is_over(world), seconds=10)
@@ -218,7 +218,7 @@ def test_a_worker_that_wants_no_other_attempt_has_its_way_also_in_a_notice() -> 
 
 def test_another_failure_in_a_notice_is_requeued() -> None:
     world = training()
-    world.nodes[1].participant.to_all.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
+    world.nodes[1].participant.to_all.give_notice(RunNotice("SIGUSR2 on n1", 60.0))
     assert world.run(lambda: newest(world).notice is not None)
     world.nodes[2].participant.claims.report_failure(0, failure(2))
     assert world.run(lambda: is_over(world), seconds=10)

@@ -6,9 +6,9 @@ import pytest
 
 from hpc_elastic.agent.health import (
     ClockOffset,
-    Finding,
     GpuDevice,
     GpuFacts,
+    HealthFinding,
     MemoryFacts,
     RoomFacts,
     SharedFacts,
@@ -72,7 +72,7 @@ def test_memory(facts: MemoryFacts | None, reason: str) -> None:
 
 
 def test_a_run_directory_that_refuses_is_a_reason_and_a_full_one_a_warning() -> None:
-    assert judge_shared(SharedFacts(path="/s")) == Finding(check="shared")
+    assert judge_shared(SharedFacts(path="/s")) == HealthFinding(check="shared")
     broken = judge_shared(SharedFacts(path="/s", error="Stale file handle"))
     assert broken.reason == "the run directory can't be written: Stale file handle (/s)"
     full = judge_shared(SharedFacts(path="/s", error="Disk quota exceeded", is_full=True))
@@ -94,7 +94,7 @@ def test_a_clock_is_warned_of_and_never_a_reason(least: float, most: float, word
     assert finding.reason == ""
     assert bool(finding.warning) is bool(words)
     assert words in finding.warning
-    assert judge_clock(None, most=60) == Finding(check="clock")
+    assert judge_clock(None, most=60) == HealthFinding(check="clock")
 
 
 GOOD = GpuDevice(index=0, uuid="GPU-aa", uncorrectable=0, waits_for_reset=False, remap_failed=False)
@@ -154,18 +154,18 @@ def test_errors_can_be_allowed() -> None:
 
 
 def test_a_script_s_last_words_are_the_reason() -> None:
-    assert judge_script(0, "warning: x", command="c") == Finding(check="script")
+    assert judge_script(0, "warning: x", command="c") == HealthFinding(check="script")
     assert judge_script(3, "fan 2 stands", command="c").reason == "fan 2 stands"
     assert judge_script(3, "", command="c").reason == "c ended with exit code 3"
     assert judge_script(-9, "", command="c").reason == "c ended with signal 9"
 
 
 def test_all_reasons_make_one() -> None:
-    assert sum_up_findings([Finding(check="tmp"), Finding(check="clock", warning="w")]).is_healthy
+    assert sum_up_findings([HealthFinding(check="tmp"), HealthFinding(check="clock", warning="w")]).is_healthy
     verdict = sum_up_findings(
         [
-            Finding(check="tmp", reason="a"),
-            Finding(check="clock", warning="w"),
+            HealthFinding(check="tmp", reason="a"),
+            HealthFinding(check="clock", warning="w"),
             did_not_answer("shared", "the run directory's filesystem (/s)", 120.0),
         ]
     )
@@ -173,5 +173,5 @@ def test_all_reasons_make_one() -> None:
     assert verdict.reason == "health check failed: a; the run directory's filesystem (/s) has not answered for 120 s"
     assert verdict.checks == ("tmp", "shared")
     assert verdict.warnings == {"clock": "w"}
-    many = sum_up_findings([Finding(check=str(n), reason=str(n)) for n in range(9)])
+    many = sum_up_findings([HealthFinding(check=str(n), reason=str(n)) for n in range(9)])
     assert many.reason == "health check failed: 0; 1; 2; 3; and 5 more"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.lateness import Arrivals, Finding, judge
+from hpc_elastic.agent.lateness import Arrivals, GroupLateness, judge
 
 Extra = Callable[[float, int, int, random.Random], float]
 """Seconds of work, place in the step, step → seconds more."""
@@ -155,5 +155,5 @@ def test_a_gpu_that_is_late_shows_in_how_short_its_collectives_are(is_ahead: boo
 def test_too_little_in_common_shows_nothing() -> None:
     group, _ = train(4, steps=12, slow={1: compute})
     assert judge(group).late
-    assert judge({**group, 0: Arrivals(first=200, kinds=("x",), at=(1.0,))}) == Finding()
-    assert judge(train(4, steps=9, slow={1: compute})[0]) == Finding()
+    assert judge({**group, 0: Arrivals(first=200, kinds=("x",), at=(1.0,))}) == GroupLateness()
+    assert judge(train(4, steps=9, slow={1: compute})[0]) == GroupLateness()

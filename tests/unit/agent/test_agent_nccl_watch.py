@@ -21,7 +21,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.activities import Call, FlightTail, TailTrack
+from hpc_elastic.run.activities import AwaitedCall, FlightTail, TailTrack
 from hpc_elastic.run.suspicions import Source, Suspicion
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
@@ -137,7 +137,7 @@ def test_what_a_rank_waits_in() -> None:
         [read_dump((DATA / "flight_recorder" / "gloo_2.13_never_0").read_bytes(), rank=rank_of_name("x_0"))]
     )
     assert open_call(found) == "all_reduce #6 of group default_pg"
-    call = Call(name="all_reduce", group="0")
+    call = AwaitedCall(name="all_reduce", group="0")
     assert (
         open_call(FlightTail(calls=(call,), tracks=(TailTrack(group="0", sequences=(4,), calls=(0,), done=(1,)),)))
         == ""
@@ -246,7 +246,7 @@ def test_dumps_show_whether_all_hang_or_rest(tmp_path: Path, done: int | None) -
         scene = Scene(tmp_path / "suspicions", server)
         if done is not None:
             track = TailTrack(group="0", sequences=(9,), calls=(0,), done=(done,))
-            scene.workers.dumps = {0: FlightTail(calls=(Call(name="all_reduce", group="0"),), tracks=(track,))}
+            scene.workers.dumps = {0: FlightTail(calls=(AwaitedCall(name="all_reduce", group="0"),), tracks=(track,))}
         scene.minutes(2)
         counts[:] = [9, 9, 9, 9]
         found = scene.minutes(15)

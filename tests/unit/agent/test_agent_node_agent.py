@@ -33,7 +33,7 @@ from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
 from hpc_elastic.run.activities import Activity, Doing, RankSockets
 from hpc_elastic.run.agent_events import OwnEnd
@@ -638,7 +638,7 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
         [final(heard=f"{number.name} on n0", number=2)],
         lambda: p.pass_seconds(3.9),
         p.phase_is(Phase.RUNNING),
-        [final(notice=PreemptionNotice("SIGTERM on n0 (preemption)", 20.0, left=60.0), number=3)],
+        [final(notice=RunNotice("SIGTERM on n0 (preemption)", 20.0, left=60.0), number=3)],
         lambda: p.pass_seconds(10.0),
         lambda: p.signals.append(number),  # the end of the grace, say
         p.phase_is(Phase.RUNNING),
@@ -653,8 +653,8 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
 def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_time(play: Callable[..., Play]) -> None:
     p = play(kill_wait=30.0, shutdown_timeout=30.0)
     long, short = (
-        PreemptionNotice("SIGUSR2 on n1", 85.0, left=120.0),
-        PreemptionNotice("SIGTERM on n0 (preemption)", 6.0, left=10.0),
+        RunNotice("SIGUSR2 on n1", 85.0, left=120.0),
+        RunNotice("SIGTERM on n0 (preemption)", 6.0, left=10.0),
     )
     p.run(
         [frozen()],
@@ -755,7 +755,7 @@ def test_the_grace_is_never_more_than_a_notice_leaves(play: Callable[..., Play])
     p = play(shutdown_timeout=30.0)
     p.run(
         [frozen()],
-        [final(notice=PreemptionNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0))],
+        [final(notice=RunNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0))],
         lambda: p.pass_seconds(6.0),
         [closed(Outcome.PREEMPTED)],
     )

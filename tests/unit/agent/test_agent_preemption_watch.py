@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import PreemptionWatch, ended_by_notice
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
+from hpc_elastic.rendezvous.preemption import PreemptionStatus, RunNotice
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 from tests.rigs.fake_clock import FakeClock
@@ -25,7 +25,7 @@ FINAL = RoundRecord(
     status=Status.FINAL,
     members=(Member("a", 0, 2), Member("b", 1, 2)),
 )
-NOTICE = PreemptionNotice("SIGUSR2 on n0", 60.0)
+NOTICE = RunNotice("SIGUSR2 on n0", 60.0)
 NOTICED = replace(FINAL, number=6, notice=NOTICE)
 AGREED = replace(FINAL, number=7, notice=replace(NOTICE, step=30))
 
@@ -103,9 +103,9 @@ def test_a_notice_that_leaves_less_time_is_told_and_one_that_leaves_more_is_not(
     node.on_record(NOTICED)
     node.on_record(AGREED)
     node.clock.now += 10
-    node.on_record(replace(AGREED, number=8, notice=PreemptionNotice("SIGTERM on n1", 15.0, step=30)))
+    node.on_record(replace(AGREED, number=8, notice=RunNotice("SIGTERM on n1", 15.0, step=30)))
     node.clock.now += 1
-    node.on_record(replace(AGREED, number=9, notice=PreemptionNotice("another", 40.0, step=30)))
+    node.on_record(replace(AGREED, number=9, notice=RunNotice("another", 40.0, step=30)))
     assert [deadline - began for deadline, _ in node.pages.told] == [60, 60, 25, 25]
     assert node.sent == [signal.SIGUSR1] * 2, "once to each"
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.checkpoints.decide import choose_start, next_target, removable_parts, removable_steps
-from hpc_elastic.checkpoints.layout import NodeReport, Part, Saving
+from hpc_elastic.checkpoints.layout import NodePart, NodeReport, Saving
 
 
 def saving(step: int, round_index: int = 0, count: int = 2) -> Saving:
     return Saving(step, 0, round_index, count)
 
 
-def part(step: int, index: int = 0, **more: int) -> Part:
-    return Part(saving(step, **more), index)
+def part(step: int, index: int = 0, **more: int) -> NodePart:
+    return NodePart(saving(step, **more), index)
 
 
-def report(index: int, *steps: int, shape: str = "rank#.pt", copies: tuple[Part, ...] = (), **more: int) -> NodeReport:
+def report(
+    index: int, *steps: int, shape: str = "rank#.pt", copies: tuple[NodePart, ...] = (), **more: int
+) -> NodeReport:
     whole = tuple(part(step, index, **more) for step in steps)
     return NodeReport(uid=f"n{index}", whole=whole, shapes=(shape,) * len(whole), copies=copies)
 

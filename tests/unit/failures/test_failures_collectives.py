@@ -13,7 +13,7 @@ from hpc_elastic.failures.collectives import (
     compare_ranks,
 )
 from hpc_elastic.failures.failure_text import Frame
-from hpc_elastic.run.activities import Activity, Call, Doing, FlightTail, TailTrack
+from hpc_elastic.run.activities import Activity, AwaitedCall, Doing, FlightTail, TailTrack
 
 LIB = "/opt/venv/lib/python3.11/site-packages/torch"
 STDLIB = "/usr/lib/python3.11"
@@ -339,7 +339,7 @@ def test_words_of_a_group_whose_ranks_are_not_known_accuse_none_that_said_nothin
 
 
 def test_words_beside_dumps_count_by_their_numbers_alone() -> None:
-    call = Call(
+    call = AwaitedCall(
         name="all_reduce", group="0", description="default_pg", backend="nccl", inputs=((80,),), types=("Float",)
     )
     track = TailTrack(group="0", backend="nccl", sequences=(77, 78), calls=(0, 0), done=(1, 0))

@@ -27,7 +27,7 @@ from hpc_elastic.failures.flight_dump import (
     tail_of,
 )
 from hpc_elastic.failures.flight_groups import Reason
-from hpc_elastic.run.activities import Activity, Call, Doing, FlightTail, TailTrack
+from hpc_elastic.run.activities import Activity, AwaitedCall, Doing, FlightTail, TailTrack
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 SHAPE = ((1024, 2048), "BFloat16")
@@ -588,11 +588,11 @@ def test_the_ranks_of_all_groups_have_one_limit() -> None:
 
 
 def test_a_tensor_has_no_more_elements_than_can_be_counted() -> None:
-    call = Call(name="all_reduce", group="0", inputs=((1 << 61,) * 1000,), types=("Float",))
+    call = AwaitedCall(name="all_reduce", group="0", inputs=((1 << 61,) * 1000,), types=("Float",))
     assert numel_of(call)[0] == 1 << 62
     assert size_of(call).endswith(" fp32")
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(b'{"name": "x", "group": "0", "inputs": [[' + b"9" * 300 + b"]]}", type=Call)
+        msgspec.json.decode(b'{"name": "x", "group": "0", "inputs": [[' + b"9" * 300 + b"]]}", type=AwaitedCall)
 
 
 def test_the_ranks_activities_name_the_rank_that_their_dumps_show() -> None:

@@ -16,7 +16,7 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.cli.status import duration, status_json, status_line, status_lines
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
 from hpc_elastic.launch.run_status import RunState, RunStatus, read_status, state_of
-from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult
@@ -247,7 +247,7 @@ def test_words_of_another_round_are_none_of_this_one(run: Run) -> None:
         (record(Status.JOINABLE), None, RunState.MEETING),
         (record(Status.FROZEN), None, RunState.MEETING),
         (record(Status.FINAL), None, RunState.TRAINING),
-        (record(Status.FINAL, notice=PreemptionNotice("SIGUSR2 on n1", 85.0)), None, RunState.SAVING),
+        (record(Status.FINAL, notice=RunNotice("SIGUSR2 on n1", 85.0)), None, RunState.SAVING),
         (record(Status.CLOSED, outcome=Outcome.FAILED), None, RunState.ENDING),
         (record(Status.CLOSED, outcome=Outcome.FAILED), 1, RunState.ENDED),
         (record(Status.CLOSED, outcome=Outcome.PREEMPTED), 75, RunState.REQUEUED),

@@ -15,8 +15,8 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import read_claim
 from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.preemption import (
-    PreemptionNotice,
     PreemptionStatus,
+    RunNotice,
     agreed_step,
     seconds_to_save,
 )
@@ -25,7 +25,7 @@ from hpc_elastic.rendezvous.state import NodeFailure, RoundEvent, Status, decode
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
 
-NOTICE = PreemptionNotice("SIGUSR2 on n0", 85.0)
+NOTICE = RunNotice("SIGUSR2 on n0", 85.0)
 HEEDS = PreemptionStatus(heeds=True, step=100, rate=10.0)
 
 
@@ -61,7 +61,7 @@ def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[Preemption
             assert step >= word.step + 1
 
 
-def under(status: Status = Status.FINAL, notice: PreemptionNotice = NOTICE, **seen: Any) -> Any:
+def under(status: Status = Status.FINAL, notice: RunNotice = NOTICE, **seen: Any) -> Any:
     return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, DecideRestart())
 
 
@@ -224,9 +224,9 @@ def test_a_sigterm_after_a_notice_is_told_once_since_it_may_leave_less_time(firs
 )
 def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since: float, is_told: bool) -> None:
     words = RequestsToAll()
-    words.give_notice(PreemptionNotice("later", 99.0))
-    words.give_notice(PreemptionNotice("sooner", seconds, left=seconds + 5))
-    words.give_notice(PreemptionNotice("last", 98.0))
+    words.give_notice(RunNotice("later", 99.0))
+    words.give_notice(RunNotice("sooner", seconds, left=seconds + 5))
+    words.give_notice(RunNotice("last", 98.0))
     told = words.next(replace(FINAL, notice=AGREED), noticed_for=since)
     if not is_told:
         assert told is None
@@ -234,10 +234,8 @@ def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since
         return
     assert told is not None
     assert told.event is RoundEvent.NOTICE
-    assert told.record.notice == PreemptionNotice("sooner", seconds, step=AGREED.step, left=seconds + 5), (
-        "the step stays"
-    )
-    assert told.record.notice.is_given_as(PreemptionNotice("sooner", seconds, left=seconds + 5))
+    assert told.record.notice == RunNotice("sooner", seconds, step=AGREED.step, left=seconds + 5), "the step stays"
+    assert told.record.notice.is_given_as(RunNotice("sooner", seconds, left=seconds + 5))
     assert not told.record.notice.is_given_as(NOTICE)
     assert words.next(told.record, noticed_for=0.0) is None
 

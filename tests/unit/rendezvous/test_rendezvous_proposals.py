@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.proposals import EVENTS, consequences, propose, propose_close, to_event
 from hpc_elastic.rendezvous.state import Member, RoundEvent, RoundRecord, Status
 from hpc_elastic.run import event_reader
@@ -43,7 +43,7 @@ def test_what_some_records_have_beside_that_is_in_their_events() -> None:
     frozen = to_event(RoundEvent.FREEZE, RECORD.successor(members=members), "2 nodes are here")
     assert isinstance(frozen, RoundFrozen)
     assert frozen.nodes == (0, 2)
-    notice = PreemptionNotice(reason="SIGUSR2 on n1", seconds=60.0)
+    notice = RunNotice(reason="SIGUSR2 on n1", seconds=60.0)
     given = to_event(RoundEvent.NOTICE, RECORD.successor(notice=notice), "notice")
     assert isinstance(given, NoticeGiven)
     assert (given.seconds, given.step) == (60.0, None)

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hpc_elastic.base.clock import DRIFT
-from hpc_elastic.report.clocks import SUPERVISOR, ClockOffset, Clocks, ClocksBuilder
+from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder, HostOffset
 from hpc_elastic.run.event_reader import event_line
 
 MS = 1_000_000
@@ -72,8 +72,8 @@ def test_one_coordinator() -> None:
     clocks = hosts.build()
     assert (clocks.reference, clocks.host) == (0, "n0")
     assert clocks.offsets == {
-        1: ClockOffset(offset_ns=3600 * SECOND, bound_ns=MS),
-        2: ClockOffset(offset_ns=0, bound_ns=MS),
+        1: HostOffset(offset_ns=3600 * SECOND, bound_ns=MS),
+        2: HostOffset(offset_ns=0, bound_ns=MS),
     }
     for uptime in (hosts.uptime(1, 3 * SECOND), 0):
         moment = clocks.moment(1, hosts.wall_of(1, 3 * SECOND), uptime_ns=uptime)

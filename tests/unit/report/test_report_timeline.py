@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline, make_axis
-from hpc_elastic.report.timeline_attempt import State, place_attempts
+from hpc_elastic.report.timeline_attempt import NodeState, place_attempts
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, RunBuilder, make_failure
 
 SECOND = 1_000_000_000
@@ -127,7 +127,7 @@ def test_rank_of_a_lost_node_that_runs_elsewhere_is_lost_no_more(builder: RunBui
     builder.round(0, 1, at=45, without=(0,))
     builder.stopped(0, 1, at=90, without=(0,))
     spans = row(picture(builder), "rank 0").spans
-    assert [span.state for span in spans][:4] == [State.STARTING, State.UP, State.LOST, State.STARTING]
+    assert [span.state for span in spans][:4] == [NodeState.STARTING, NodeState.UP, NodeState.LOST, NodeState.STARTING]
     assert all(before.end_ns <= after.start_ns for before, after in pairwise(spans))
 
 
@@ -259,7 +259,7 @@ def test_an_agent_that_was_started_again_after_its_nodes_clock_was_set(
         builder.event(0, "agent", each, 40 + ahead, "workers_succeeded", round=1)
     timeline = picture(builder)
     spans = [row(timeline, name).spans for name in ("n1", "n3")]
-    for index, state in ((0, State.UP), (1, State.UP)):
+    for index, state in ((0, NodeState.UP), (1, NodeState.UP)):
         here, there = ([span for span in some if span.state is state][index] for some in spans)
         assert abs(here.start_ns - there.start_ns) < SECOND
         assert abs(here.end_ns - there.end_ns) < SECOND
