@@ -40,7 +40,7 @@ class _File(Struct, frozen=True):
 
 
 def fold_run(paths: RunPaths, *, is_late: Callable[[], bool]) -> None:
-    """Fold all attempts of a run to which no process writes any more, and remove ``latest``.
+    """Fold all attempts of a run to which no process writes any more, and remove ``latest`` and the best pace.
 
     `is_late` is asked between two files: there is no time for more. Raises OSError: no room, or the filesystem refuses;
     nothing is lost.
@@ -56,8 +56,10 @@ def fold_run(paths: RunPaths, *, is_late: Callable[[], bool]) -> None:
             continue
         if (now := relinked(page, paths.root)) != page:
             write_private(attempt.report_html, now)
-    if paths.latest.is_symlink() and not is_late():
-        paths.latest.unlink()
+    if not is_late():
+        paths.pace_json.unlink(missing_ok=True)
+        if paths.latest.is_symlink():
+            paths.latest.unlink()
 
 
 def relinked(page: str, root: Path) -> str:

@@ -156,6 +156,8 @@ class FakeWorkers:
         self.stopping = False
         return Stopped(exits={}, killed=0, left=(), seconds=0.2)
 
+    def show_causes(self, reason: str) -> None: ...
+
     def describe_failures(self) -> list[WorkerFailure]:
         self._node._gate("evidence")
         if not self.failed:

@@ -34,6 +34,10 @@ VALUES = {
     "after": "tar c out",
     "bad_nodes": "off",
     "chdir": "elsewhere",
+    "checkpoint_bandwidth": "20M",
+    "checkpoint_dir": "/shared/checkpoints",
+    "checkpoint_local": "/scratch:5G",
+    "checkpoint_replicas": "1",
     "container_args": "--rw",
     "container_env": "PATH",
     "container_image": "enroot:image",
@@ -71,6 +75,10 @@ VALUES = {
 TOGETHER = {
     "log_max_files": ("--log-max-size=5G",),
     "preload": ("--start-method=forkserver",),
+    **dict.fromkeys(
+        ("checkpoint_bandwidth", "checkpoint_keep", "checkpoint_local", "checkpoint_replicas"),
+        ("--checkpoint-dir=/shared",),
+    ),
     **dict.fromkeys(("container_args", "container_env", "container_mounts", "container_workdir"), (_IMAGE,)),
 }
 DERIVED = {"segment": "2"}
