@@ -140,6 +140,7 @@ class Disturbance:
         try:
             at, what, lasts = self._inject(fault)
         except NotNow as reason:
+            self._run.journal.read()  # the workers may have come to their end meanwhile
             is_at_end = self._course.progress(self._run.journal.steps) >= len(self._course)
             if self._run.poll() is None and not is_at_end:
                 self._skip(waiting.pop(0), str(reason))

@@ -18,7 +18,7 @@ from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import json_text, make_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run.agent_events import EventsDropped
+from hpc_elastic.run.agent_events import CheckpointCommitted, EventsDropped, HangFound, WorkerFailed
 from hpc_elastic.run.event_types import RunEvent
 
 SCHEMA_VERSION = 1
@@ -26,6 +26,8 @@ _KEPT_WHEN_DISK_IS_FULL = 1000
 _OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a filesystem that can't sync."""
+_AT_ONCE = (CheckpointCommitted, HangFound, WorkerFailed)
+"""Others act on these, or their writer may be about to die."""
 
 
 class EventLog:
@@ -47,7 +49,8 @@ class EventLog:
 
         `uid` distinguishes this writer from an earlier one of the same role and node. `files` is the thread that
         writes, for a caller that must not wait for a disk; without it `write` writes itself, and UnsafePathError or
-        OSError is raised here. Events of `together` seconds are written at once: each write asks the file server twice.
+        OSError is raised here. Most events of `together` seconds are written as one: each write asks the file server
+        twice.
         """
         self._folder = folder
         self._path = folder / f"{role}-{node:05d}-{uid}.jsonl"
@@ -84,13 +87,15 @@ class EventLog:
         self._waiting.append(raw)
         if self._files is None:
             self._flush()
+        elif isinstance(event, _AT_ONCE):
+            self._files.post(self._flush)
         elif not self._flush_is_due:
             self._flush_is_due = True
             self._files.post(self._flush, after=self._together)
 
     def _flush(self) -> None:
         self._flush_is_due = False
-        if self._closed:
+        if self._closed or not self._waiting:
             return
         try:
             if not self._exists:

@@ -105,7 +105,7 @@ def test_the_last_node_that_is_unfit_ends_the_run_with_the_reason(tmp_path: Path
         assert run.report()["outcome"] == "too_few_nodes"
         summary = run.report()["verdict"]["summary"]
         assert summary.startswith(f"node0 left: health check failed: {run.tmp} has ")
-        assert "less than 900000.0 TiB" in summary
+        assert "less than 878.9 PiB" in summary
         (failed,) = run.events("health_check_failed")
         assert failed["checks"] == ["tmp"]
 
@@ -130,6 +130,8 @@ def test_a_healthy_node_joins_and_the_check_finds_its_environment(tmp_path: Path
         run.wait_moments("here", count=2)
         run.kill_worker(1, round_index=0)
         run.wait_moments("here", count=2, round_index=1)
+        probes = sorted(path.name[:10] for path in (run.paths.attempt(0).root / "health").iterdir())
+        assert probes == ["node-00000", "node-00001"]
         run.say("end")
         assert run.finish() == ExitCode.OK
         files = sorted(path.name for path in run.stage.glob("env-*"))
@@ -137,6 +139,4 @@ def test_a_healthy_node_joins_and_the_check_finds_its_environment(tmp_path: Path
         env = dict(line.split("=", 1) for line in (run.stage / "env-1-0").read_text().splitlines())
         assert env["HPC_ELASTIC_RUN_DIR"] == str(run.paths.root)
         assert (env["HPC_ELASTIC_ATTEMPT"], env["HPC_ELASTIC_HOST"]) == ("0", "node1")
-        probes = sorted(path.name[:10] for path in (run.attempt().root / "health").iterdir())
-        assert probes == ["node-00000", "node-00001"]
         assert os.listdir(run.tmp) == []

@@ -78,7 +78,8 @@ def test_a_stopped_nodes_loss(tmp_path: Path) -> None:
 
 def coordinator_of(run: LocalRun) -> int:
     """The node that froze the first round."""
-    return int(next(event for event in run.events("round_frozen") if event["round"] == 0)["node"])
+    frozen = run.until(lambda: [one for one in run.events("round_frozen") if one["round"] == 0], "the frozen round")
+    return int(frozen[0]["node"])
 
 
 def rank_on(run: LocalRun, node: int) -> int:

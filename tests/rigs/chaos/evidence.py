@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.rendezvous.state import RoundRecord, decode_record
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, FoldedStore
 from tests.rigs.chaos.schedule import Action, Schedule
 
 
@@ -135,6 +135,8 @@ class Recorder:
         while True:
             last = self._stop.is_set()
             try:
+                if last:  # the run has folded it
+                    store = FoldedStore(self._path, clock=SystemClock(), largest=1 << 20)
                 store = store or FileStore(self._path, clock=SystemClock())
                 self._look(store)
             except OSError as error:
