@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.failures.patterns import symptom_kind
-from hpc_elastic.report.render_text import DEFAULT_LINES, brief
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.document import build_document
+from hpc_elastic.report.render_text import DEFAULT_LINES, brief, render_text
 from tests.rigs.golden_report import normalise
 from tests.rigs.local_run import LocalRun
 
@@ -90,7 +92,7 @@ class Catalogue:
         return normalise(text, folder=self.folder)
 
     def check(self, run: LocalRun, name: str, expected: Told) -> None:
-        """Compare what was told, then the report as the job log shows it with ``golden/<name>.txt``."""
+        """Compare what was told, then the report as the command prints it with ``golden/<name>.txt``."""
         told = self.told(run)
         text = shown_report(run)
         assert {event["started_fresh"] for event in run.events("workers_started")} <= {""}
@@ -111,10 +113,8 @@ class Catalogue:
 
 
 def shown_report(run: LocalRun) -> str:
-    """The last report in the job log; report.txt may have more of a long cause."""
-    lines = run.log().splitlines()
-    first, last = [number for number, line in enumerate(lines) if line == 60 * "="][-2:]
-    return "".join(f"{line}\n" for line in lines[first : last + 1])
+    """What `hpc-elastic report` prints; report.txt may have more of a long cause."""
+    return render_text(build_document(collect_run(run.paths.root), attempt=run.attempt().number))
 
 
 def _consequences(report: Mapping[str, Any]) -> dict[str, str]:
