@@ -281,13 +281,13 @@ class LocalWorkers:
         """A signal to those workers in `speakers` that run: to the process of each that catches it.
 
         `speakers`: local rank → pid of the process that sends its heartbeats; 0 where none does. Returns the local
-        ranks of running workers no process of which catches it: it would end them.
+        ranks that did not get it: no process of theirs catches it, so that it would end them, or they have ended.
         """
         pids = self.running_pids
         return [
             rank
-            for rank in self.running
-            if rank in speakers and not (rank in pids and send_to_handler(pids[rank], number, speaker=speakers[rank]))
+            for rank, speaker in speakers.items()
+            if not (rank in pids and send_to_handler(pids[rank], number, speaker=speaker))
         ]
 
     @property

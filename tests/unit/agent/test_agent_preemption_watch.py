@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import PreemptionWatch, ended_by_notice
 from hpc_elastic.agent.heartbeats import RankBeat
+from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.rendezvous.preemption import PreemptionStatus, RunNotice
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
@@ -281,3 +282,9 @@ def test_why_a_worker_ended_with_0(
 ) -> None:
     beat = RankBeat(rank=0, local_rank=0, section="step", at=0.0, step=step, total=total, has_notice=has_notice)
     assert ended_by_notice(beat, is_signalled=is_signalled) is expected
+
+
+def test_a_worker_that_has_ended_did_not_get_the_signal() -> None:
+    """Else its end with 0 would count as a save under the notice."""
+    ended: Any = SimpleNamespace(running_pids={})
+    assert LocalWorkers.send(ended, signal.SIGUSR1, {0: 5, 1: 6}) == [0, 1]
