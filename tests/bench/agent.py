@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.bench.numbers import Number
 from tests.bench.systems import ROOT
+from tests.bench.table import Number
 from tests.rigs.local_run import LocalRun
 from tests.rigs.many_restarts import restart
 from tests.rigs.processes import cost, deaths_of, guardian_of, resident_mb
@@ -154,7 +154,12 @@ def _failures(rounds: int) -> Iterator[Number]:
                 raise AssertionError(f"{nodes - 1 - len(moments)} workers have not ended after 30 s")
             ended.append(max(moments.values()) - began)
             _workers(run, index + 1, nodes)
-            told = [e for e in run.events("workers_stopping") if e["round"] == index and "SIGKILL" in e["reason"]]
+            told = run.until(
+                lambda now=index: [
+                    e for e in run.events("workers_stopping") if e["round"] == now and "SIGKILL" in e["reason"]
+                ],
+                "the stop",
+            )
             heard.append((min(event["t"] for event in told) - killed) / 1e6)
     yield Number(title="a worker's death → its agent acts on it", unit="ms", values=heard, goal=20.0)
     yield Number(title="a worker's death → all workers of 8 agents ended", unit="s", values=ended, goal=0.3)
@@ -165,7 +170,8 @@ def _stubborn(rounds: int) -> Iterator[Number]:
         for index in range(rounds):
             os.kill(_workers(run, index, 8)[index % 8], signal.SIGKILL)
         _workers(run, rounds, 8)
-        found = [event["seconds"] - _GRACE for event in run.events("workers_stopped")]
+        stops = run.until(lambda: (all_ := run.events("workers_stopped"))[rounds - 1 :] and all_, "all stops")
+        found = [event["seconds"] - _GRACE for event in stops]
     yield Number(title="stop of 8 workers that ignore SIGTERM, beyond the grace", unit="s", values=found, goal=0.2)
 
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 
-from tests.bench.numbers import Number, ratio
 from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN, Session, System
+from tests.bench.table import Number, ratio
 from tests.rigs.processes import resident_mb
 
 _ROWS = (

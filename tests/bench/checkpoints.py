@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tests.bench.numbers import Number
+from tests.bench.table import Number
 from tests.rigs import lockstep
 from tests.rigs.local_run import LocalRun
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.numbers import Number
 from tests.bench.systems import ROOT
+from tests.bench.table import Number
 
 WORKERS = 8
 GOAL_MS = 50.0

@@ -21,8 +21,8 @@ from statistics import fmean
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
-from tests.bench.numbers import Number
 from tests.bench.systems import NODES, Session, System, TookTooLong, ours, torchrun
+from tests.bench.table import Number
 
 TRAINER = Path(__file__).with_name("failing_trainer.py")
 GOAL = 0.5

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.bench.numbers import Number
 from tests.bench.systems import ROOT
+from tests.bench.table import Number
 
 RANKS, ENTRIES, CULPRIT = 1024, 2000, 777
 NAMES = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "broadcast")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.numbers import Number, ratio
+from tests.bench.table import Number, ratio
 from tests.rigs.inprocess_ranks import Job, run_jobs
 
 THEIRS, THEIR_VERSION = "nvidia_resiliency_ext.inprocess", "0.4.1"

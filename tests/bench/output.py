@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.numbers import Number
+from tests.bench.table import Number
 
 WORKERS, _MB = 8, 30
 _LINES = "b'loss 0.123456 ' * 7 + b'\\n'"

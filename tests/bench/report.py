@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.bench.numbers import Number
 from tests.bench.report_run import LARGE, RunSize
 from tests.bench.systems import ROOT
+from tests.bench.table import Number
 from tests.browser import chromium
 
 _BOTH = """

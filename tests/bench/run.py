@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
-from tests.bench.numbers import number_table
 from tests.bench.systems import ROOT, TookTooLong
+from tests.bench.table import number_table
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 PARTS = {

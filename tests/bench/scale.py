@@ -11,7 +11,7 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import Status
-from tests.bench.numbers import Number
+from tests.bench.table import Number
 from tests.model.scale_world import Node, World, failure
 
 SPREAD = 0.1

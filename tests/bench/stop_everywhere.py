@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.numbers import Number
+from tests.bench.table import Number
 from tests.rigs.network_nodes import NetworkRun
 from tests.rigs.network_nodes.network import unavailable
 from tests.rigs.network_nodes.nodes import seconds_to_stop

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from hpc_elastic.run.paths import RunPaths
-from tests.bench.numbers import Number, ratio
 from tests.bench.systems import NODES, TORCHRUN, Session, System, ours
+from tests.bench.table import Number, ratio
 from tests.rigs.event_pairs import read_events
 
 FORKED = ours("forked", "--start-method", "forkserver")
