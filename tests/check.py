@@ -89,7 +89,7 @@ TIERS = (
     Tier(
         name="store",
         folders=("tests/contract", "tests/model"),
-        budget=360,
+        budget=240,
         packages=_MOUNTS,
         processes=3,
         sharing=("--dist=worksteal",),
@@ -97,7 +97,7 @@ TIERS = (
     Tier(
         name="faults",
         folders=("tests/integration",),
-        budget=1050,
+        budget=1200,
         packages=(*_MOUNTS, *_CONTAINERS, *_SLURM),
         processes=4,
     ),
@@ -118,8 +118,8 @@ TIERS = (
         optional=True,
         environment=(("HPC_ELASTIC_SLURM_RELEASE", "trixie"), ("HPC_ELASTIC_REQUIRE_SLURM", "1")),
     ),
-    Tier(name="security", folders=("tests/security",), budget=90, packages=_SLURM),
-    Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240, packages=chromium.PACKAGES, processes=2),
+    Tier(name="security", folders=("tests/security",), budget=110, packages=_SLURM),
+    Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=150, packages=chromium.PACKAGES, processes=2),
     Tier(name="packaging", folders=("tests/packaging",), budget=150),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=1500, packages=_SLURM, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
