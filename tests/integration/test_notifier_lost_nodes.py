@@ -162,7 +162,7 @@ def test_a_node_whose_files_hang_while_its_worker_has_died_holds_the_others_up_f
         print(f"files hang, lease of 8 s: the others run again after {took:.2f} s")
         assert took < 30.0, "3 + 4 + 8 s, and the workers' start"
         assert hung not in run.started(index).values()
-        (lost,) = run.events("node_lost")
+        (lost,) = run.until(lambda: run.events("node_lost"), "the event")
         assert (lost["node"], lost["reason"].partition(",")[0]) == (hung, "its files hang: its beats come")
         run.emulator.thaw(hung)
         run.wait_round(count=3, after=index)

@@ -60,6 +60,7 @@ def test_a_node_that_comes_late_joins_the_running_round_when_it_is_warm(tmp_path
     with GatedRun(tmp_path, _SCRIPT, nodes=3, min_nodes=2, options=options) as run:
         assert run.seats(0, count=3) == [0, 1, 2]
         run.close_gate(1)
+        run.until(lambda: any(one["node"] == 1 for one in run.events("fork_server_ready")), "the event of its server")
         os.kill(run.agent(1).pid, signal.SIGKILL)
         assert run.seats(1, count=2) == [0, 2]
         run.open_gate(1)
