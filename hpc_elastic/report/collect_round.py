@@ -133,6 +133,8 @@ class RoundBuilder(Struct):
     stopping_ns: dict[int, int] = field(default_factory=dict)
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
+    chosen: tuple[int, ...] = ()
+    """Its members, as the coordinator reports them: an agent that is killed soon loses its own event of it."""
     explained: tuple[int, ...] = ()
     """Nodes whose failures in the round before follow from the loss of a member."""
     restarts_used: int | None = None
@@ -198,7 +200,7 @@ class RoundBuilder(Struct):
                 self.history.reason = event.reason
             case of_coordinator.RoundFrozen():
                 self.frozen_reason, self.restarts_used = event.reason, event.restarts_used
-                self.explained = event.explained
+                self.chosen, self.explained = event.nodes, event.explained
             case of_coordinator.NodeReplaced():
                 gone = event.replaces_node
                 self.replaced[gone] = Replacement(

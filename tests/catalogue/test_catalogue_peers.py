@@ -215,6 +215,7 @@ def test_a_node_that_dies_with_its_evidence(catalogue: Catalogue) -> None:
         port_file.write_text(str(listens["port"]))
         run.say("connect")
         run.wait_moments("here", count=2)
+        run.until(lambda: len(run.events("workers_started")) == 2, "what both agents report of the round")
         _lose_node(run, 1)
         run.finish()
         expected = told(

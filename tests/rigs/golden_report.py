@@ -51,7 +51,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\b(port:?) \d+", r"\1 <PORT>"),
         (r"(?<![\w.])\d+(?:\.\d+)?(?:(?:-| to )\d+(?:\.\d+)?)? s\b", "<N> s"),
         (r"^(Goodput|Uptime): .*", r"\1: <N> %"),  # what is under a twentieth of a second is not told
-        (r"\bprogress: kernel$", "progress: unknown"),  # it took 5 s, on a slow machine
+        (r"\b([Pp]rogress): kernel\b", r"\1: unknown"),  # it took 5 s, on a slow machine
         (r"\b\d+ min \d+ s\b", "<N> s"),
         (r"\bstopped within (?:\d+ ms|<N> s)", "stopped within <N> ms"),
         (r"\bknown to within \d+(?:\.\d+)? ms\b", "known to within <N> ms"),

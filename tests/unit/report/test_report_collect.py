@@ -146,9 +146,11 @@ def test_a_lost_node_is_named_and_its_agents_end_told(builder: RunBuilder) -> No
     assert loss.gone_ns == START_NS + int(29.5 * 10**9)
 
 
-def test_an_agent_that_died_and_was_started_again(builder: RunBuilder) -> None:
+@pytest.mark.parametrize("lost_its_events", [False, True])
+def test_an_agent_that_died_and_was_started_again(builder: RunBuilder, lost_its_events: bool) -> None:
     builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.event(0, "agent", 0, 0.9, "round_frozen", round=0, reason="start", restarts_used=0, nodes=[0, 1, 2, 3])
+    builder.round(0, 0, at=1, without=(2,) if lost_its_events else ())
     builder.event(0, "supervisor", 2, 30, "agent_ended", name="n3", code=-9)
     builder.event(0, "supervisor", 2, 30.2, "agent_relaunched", name="n3")
     for node in (0, 1, 3):
