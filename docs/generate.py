@@ -28,8 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
 
 from docs.python_page import python_page  # noqa: E402
-from hpc_elastic.agent import fork_server, supervision  # noqa: E402
-from hpc_elastic.agent.fork_server import ServerState  # noqa: E402
+from hpc_elastic.agent import supervision  # noqa: E402
 from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
 from hpc_elastic.failures import patterns  # noqa: E402
@@ -259,9 +258,6 @@ def exit_codes_page() -> str:
             diagram(rendezvous_state.TRANSITIONS, Status.JOINABLE),
             "### An agent\n",
             diagram(supervision.TRANSITIONS, Phase.JOINING),
-            "### A fork server\n\n"
-            "What a node's agent knows of the process that its workers are [forks of](../how-to/warm-start.md).\n",
-            diagram(fork_server.TRANSITIONS, ServerState.OFF),
             "### A rank of a wrapped call\n\nA rank that [restarts in its process](../how-to/restart-in-process.md).\n",
             diagram(life.TRANSITIONS, life.CallPhase.JOINING),
         ]

@@ -46,8 +46,6 @@ _LONGEST_LOOK = 0.25
 
 
 class PeerMissingError(HpcElasticError):
-    """An agent of the round did not publish its `GroupFacts`."""
-
     template = (
         "round {round} of run {run_id!r}: no answer from the agent of group rank {group_rank} within {seconds:g} s; "
         "look at that node's log"
@@ -71,7 +69,6 @@ class _Agreed(Struct, frozen=True, kw_only=True):
 
 
 def layouts_of(groups: Sequence[GroupFacts], group_rank: int) -> tuple[RankLayout, RankLayout]:
-    """The place of one group among all workers of the round, and among those of its role."""
     role = groups[group_rank].role
     in_role = [group.local_world_size if group.role == role else 0 for group in groups]
     return layout_of([group.local_world_size for group in groups], group_rank), layout_of(in_role, group_rank)
@@ -227,7 +224,6 @@ class SimpleElasticAgent(ElasticAgent):
         self._initialize_workers(group)
 
     def _rendezvous(self, group: WorkerGroup) -> None:
-        """Meet the other nodes, and give the workers their ranks in the new round."""
         with self._figures.timed("rendezvous"):
             while True:
                 found = group.spec.handler.next_rendezvous()
@@ -260,7 +256,6 @@ class SimpleElasticAgent(ElasticAgent):
         self._enter(group, WorkerState.HEALTHY)
 
     def _take_place(self, group: WorkerGroup, found: Round | tuple[RoundStore, int, int]) -> None:
-        """Publish what this node brings, and take from group rank 0 what all bring."""
         if isinstance(found, tuple):
             store, rank, world_size = found
         else:

@@ -26,15 +26,13 @@ from hpc_elastic.base.outcome import (
     ExitCode,
     Outcome,
 )
-from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
+from hpc_elastic.errors import HpcElasticError, describe_error
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED, EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from hpc_elastic.run.agent_events import AgentFailed
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, signals_unblocked
 
@@ -62,7 +60,6 @@ class HeardSignals:
         self.due: float | None = None
         self._asked: signal.Signals | None = None
         self._notice: RunNotice | None = None
-        """The answer, or a notice that came by itself."""
         self._kill_from: float | None = None
         """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
         self._ends_at: float | None = None
@@ -116,7 +113,6 @@ class HeardSignals:
         return number
 
     def is_ending(self) -> bool:
-        """A signal may be the next thing to be handled."""
         return self.ended_by is not None or self._signals.holds(_ENDING_SIGNALS)
 
     def grace(self) -> float:
@@ -283,8 +279,6 @@ def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, s
 
 
 _RESERVE_BYTES = 4 << 20
-LAST_WRITES_SECONDS = 1.0
-_MOST_LINES = 40
 _NEVER_END = frozenset({"coordination", "beats", "files", "log-pump", "log-files", "job-log"})
 
 
@@ -318,25 +312,8 @@ class CrashGuard:
                 raise ThreadFailedError(thread=thread.name, error="it ended without a message (out of memory?)")
         self._threads.update(thread for thread in threading.enumerate() if thread.name in _NEVER_END)
 
-    def end(
-        self,
-        error: BaseException,
-        *,
-        events: EventLog,
-        write_line: Callable[[str], object],
-        flush: Callable[[], object],
-        write_error_file: Callable[[], object],
-        pipes: Sequence[int],
-    ) -> NoReturn:
+    def end(self, steps: Sequence[Callable[[], object]], pipes: Sequence[int]) -> NoReturn:
         self._reserve = None
-        steps: list[Callable[[], object]] = [
-            lambda: events.write(AgentFailed(error=describe_error(error), where=where_raised(error))),
-            lambda: write_line(f"error: the agent itself failed: {describe_error(error)}; ending its workers"),
-            lambda: [write_line(line) for line in _traceback(error)],
-            flush,
-            lambda: events.close(within=LAST_WRITES_SECONDS),
-            write_error_file,
-        ]
         try:
             for step in steps:
                 try:
@@ -345,9 +322,3 @@ class CrashGuard:
                     continue  # one that fails for the same reason; the next may be smaller
         finally:
             leave_hung_threads(ExitCode.WORKERS_FAILED, pipes)
-
-
-def _traceback(error: BaseException) -> list[str]:
-    import traceback
-
-    return "".join(traceback.format_exception(error)).splitlines()[-_MOST_LINES:]

@@ -35,7 +35,6 @@ class FailureReports:
         self._ended: LocalWorkers | None = None
 
     def on_failure(self, workers: LocalWorkers, reason: str) -> None:
-        """Report the bare fact at once, so that all nodes stop; the evidence follows when the workers have ended."""
         failure = early_failure(reason, node=self._site.info.node, workers=workers, watch=self._site.watch)
         index = workers.round
         self._site.coordination.ask(lambda participant: participant.claims.report_failure(index, failure))

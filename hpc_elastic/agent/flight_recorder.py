@@ -27,8 +27,6 @@ _NCCL_DUMP, _NCCL_PIPE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_
 
 
 class FlightRecorders:
-    """Nothing here waits or raises."""
-
     def __init__(self, folder: Path | None, *, round_index: int, clock: Clock) -> None:
         self._prefix = f"{folder}/flight-{round_index}-" if folder is not None else ""
         self._clock = clock
@@ -69,7 +67,6 @@ class FlightRecorders:
         return bool(self._awaited or self._nccl_asked)
 
     def ask_for_arrivals(self, ranks: Iterable[int]) -> None:
-        """Ask workers when they entered their last collectives."""
         for rank in ranks if self._prefix else ():
             for pipe in self._files(rank, ASK):
                 _write(pipe, WHEN)

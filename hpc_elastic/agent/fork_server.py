@@ -1,8 +1,8 @@
 """The fork server of one node, seen from its agent: started, heard, asked for workers, and replaced where it ends.
 
 It imports while the rendezvous is under way; `handle` is called when it is readable, and at `due`. What it does is in
-`hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most: `why_fresh` holds the reason, and
-`TRANSITIONS` every way from one state to another.
+`hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most: `why_fresh` holds the reason. The
+next server is begun at once, without the module that was at fault, or it is given up (`why_given_up`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.fork_server_process import Launch, PendingFork, script_text, start_process
+from hpc_elastic.agent.fork_server_process import (
+    Launch,
+    PendingFork,
+    late_settings,
+    script_text,
+    start_process,
+    top_level_imports,
+)
 from hpc_elastic.agent.part import END_SECONDS, ProcessPart
-from hpc_elastic.agent.script_text import late_settings, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
 from hpc_elastic.run.event_types import AgentEvent
@@ -59,44 +64,8 @@ class ServerState(str, Enum):
     OFF = "off"
     IMPORTING = "importing"
     READY = "ready"
-    """It waits for requests."""
     FAILED = "failed"
     """Given up: workers are started fresh."""
-
-
-class ServerEvent(str, Enum):
-    BEGIN = "begin"
-    IMPORTED = "all is imported"
-    IMPORTS = "it imports"
-    UNFIT = "a module can't be shared"
-    STALE = "a file has changed"
-    HANGS = "it does not answer"
-    ENDED = "it ended"
-    GIVE_UP = "given up"
-
-
-_WHILE_IT_RUNS = (
-    (ServerEvent.IMPORTED, ServerState.READY),
-    (ServerEvent.IMPORTS, ServerState.IMPORTING),
-    (ServerEvent.STALE, ServerState.OFF),
-    (ServerEvent.HANGS, ServerState.OFF),
-    (ServerEvent.ENDED, ServerState.OFF),
-    (ServerEvent.GIVE_UP, ServerState.FAILED),
-)
-TRANSITIONS: Mapping[ServerState, Mapping[ServerEvent, ServerState]] = {
-    ServerState.OFF: {ServerEvent.BEGIN: ServerState.IMPORTING, ServerEvent.GIVE_UP: ServerState.FAILED},
-    ServerState.IMPORTING: {**dict(_WHILE_IT_RUNS), ServerEvent.UNFIT: ServerState.OFF},
-    ServerState.READY: dict(_WHILE_IT_RUNS),
-    ServerState.FAILED: {},
-}
-"""The next server is begun at once from OFF, without the module that was at fault, or it is given up."""
-
-
-def next_state(state: ServerState, event: ServerEvent) -> ServerState:
-    try:
-        return TRANSITIONS[state][event]
-    except KeyError:
-        raise IllegalTransitionError(state=state.value, event=event.value) from None
 
 
 def why_given_up(preload: Preload, *, starts: int) -> str:
@@ -223,12 +192,12 @@ class ForkServer(ProcessPart):
             except OSError as error:
                 why = f"it can't be started: {error}"
         if why:
-            self.state = next_state(self.state, ServerEvent.GIVE_UP)
+            self.state = ServerState.FAILED
             self.why_fresh = f"there is no fork server: {why}"
             logger.warning("no fork server any more, workers are started fresh: %s", why)
             self._write_event(ForkServerGaveUp(reason=why))
             return
-        self.state = next_state(self.state, ServerEvent.BEGIN)
+        self.state = ServerState.IMPORTING
         self._since = self._began = self._clock.monotonic()
         self._module = ""
         self._starts += 1
@@ -258,7 +227,7 @@ class ForkServer(ProcessPart):
             self._look_elsewhere()
         elif self.due is not None and self._clock.monotonic() >= self.due:
             what = f"the import of {self._module}" if self._module else "its start"
-            self._replace(ServerEvent.HANGS, f"{what} has taken {self._limit:g} s")
+            self._replace(f"{what} has taken {self._limit:g} s", has_failed=True)
 
     def _look_elsewhere(self) -> None:
         path, now = self._launch.preload_path, self._clock.monotonic()
@@ -284,7 +253,7 @@ class ForkServer(ProcessPart):
         what = message["is"]
         if what == "importing":
             self._module, self._since = str(message["module"]), self._clock.monotonic()
-            self.state = next_state(self.state, ServerEvent.IMPORTS)
+            self.state = ServerState.IMPORTING
         elif what == "ready":
             self._is_ready(message)
         elif what == "unfit":
@@ -294,15 +263,15 @@ class ForkServer(ProcessPart):
                 self._write_event(PreloadLeftOut(module=module, reason=why))
             else:
                 self._refusal = why
-            self._replace(ServerEvent.UNFIT, "", leave_out=(module, why) if module else None)
+            self._replace("", leave_out=(module, why) if module else None)
         elif what == "stale":
-            self._replace(ServerEvent.STALE, f"{message['path']} has changed since it was imported")
+            self._replace(f"{message['path']} has changed since it was imported")
         elif what == "learned":
             self._keep(self.preload.with_learned([str(name) for name in message["modules"]]))
 
     def _is_ready(self, message: Mapping[str, Any]) -> None:
         is_first = not self.why_fresh and self.state is ServerState.IMPORTING
-        self.state = next_state(self.state, ServerEvent.IMPORTED)
+        self.state = ServerState.READY
         self._module, self.why_fresh, self._has_failed_start = "", "", False
         seconds = self._clock.monotonic() - self._began
         if is_first:
@@ -327,13 +296,13 @@ class ForkServer(ProcessPart):
         if code == -signal.SIGKILL and (oom_kill_count() or 0) > self._oom_kills:
             how += ", killed by the kernel for the memory limit"
         while_importing = f" while it imported {self._module}" if self._module else ""
-        self._replace(ServerEvent.ENDED, f"the fork server ended{how}{while_importing}")
+        self._replace(f"the fork server ended{how}{while_importing}", has_failed=True)
 
-    def _replace(self, event: ServerEvent, why: str, *, leave_out: tuple[str, str] | None = None) -> None:
+    def _replace(self, why: str, *, has_failed: bool = False, leave_out: tuple[str, str] | None = None) -> None:
         was_importing = self.state is ServerState.IMPORTING
-        self.state = next_state(self.state, event)
+        self.state = ServerState.OFF
         self._end()
-        if event in (ServerEvent.ENDED, ServerEvent.HANGS) and was_importing:
+        if has_failed and was_importing:
             self._has_failed_start = True
             if self._module:
                 leave_out = (self._module, why)
@@ -435,5 +404,5 @@ class ForkServer(ProcessPart):
         self.why_fresh = next((each.why for each in pending if each.why), "")
         self.handle()
         if waiting and self.state is ServerState.READY:
-            self._replace(ServerEvent.HANGS, self.why_fresh)
+            self._replace(self.why_fresh, has_failed=True)
         return found

@@ -44,7 +44,6 @@ class Counts(Struct, frozen=True, kw_only=True):
     """The kernel's counts of one worker and of all that it has started, since its start."""
 
     cpu: float = 0.0
-    """Seconds."""
     bytes: int = 0
     """Read and written, in files and through TCP."""
     switches: int = 0
@@ -57,7 +56,6 @@ class Stall(Struct, frozen=True, kw_only=True):
 
     at: float
     counts: Mapping[int, Counts]
-    """Those of a worker that has just been started are 0."""
     since: Mapping[int, float] = {}
     """Local ranks that make no progress → since when."""
     ended_at: float | None = None
@@ -65,7 +63,6 @@ class Stall(Struct, frozen=True, kw_only=True):
 
     @property
     def began(self) -> float | None:
-        """The time from which on no worker here makes progress."""
         if not self.counts:
             return self.ended_at
         return max(self.since.values()) if len(self.since) == len(self.counts) else None

@@ -23,8 +23,14 @@ from hpc_elastic.agent.hang import Counts, Stall, judge_run, next_stall
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.agent.health_checks import HealthChecks
 from hpc_elastic.agent.heartbeat_watch import Hang
-from hpc_elastic.agent.nccl_ras import ADDRESS_VARIABLE, ENABLE_VARIABLE, choose_address
-from hpc_elastic.agent.nccl_watch import NcclWatch, StallFound, open_call
+from hpc_elastic.agent.nccl_watch import (
+    ADDRESS_VARIABLE,
+    ENABLE_VARIABLE,
+    NcclWatch,
+    StallFound,
+    choose_address,
+    open_call,
+)
 from hpc_elastic.agent.part import Condemned, Part, save_if_possible
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
@@ -47,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
 FIRST_LOOK_SECONDS = 5.0
-"""A round's processes work by then."""
 LOOKS_PER_LIMIT = 4
 TAKE_SECONDS = 1.0
 PAUSED_SECONDS = 5.0
@@ -66,8 +71,6 @@ class _Step(Enum):
 
 
 class HangDetector(Part):
-    """Files are read and written in another thread."""
-
     @classmethod
     def for_agent(cls, site: AgentSite) -> HangDetector:
         chosen = choose_address(site.environ)
@@ -141,7 +144,6 @@ class HangDetector(Part):
         return None if found is None else self._report(found, workers)
 
     def _report(self, found: Hang, workers: LocalWorkers) -> Condemned | None:
-        """Returns nothing where the round is not to be ended for it."""
         if found.source is Source.HEARTBEAT:
             logger.error("%s", found.reason)
             self._write_event(HangFound(round=workers.round, limit=found.seconds, reason=found.reason))
@@ -220,7 +222,6 @@ class HangDetector(Part):
         return {rank: replace(count, beats=beats.get(rank, 0)) for rank, count in found.items()}
 
     def _ask_for_dumps(self, workers: LocalWorkers) -> bool:
-        """Returns whether an answer is to be waited for."""
         new = set(workers.running) - self._asked
         if not new:
             return False
@@ -255,7 +256,6 @@ class HangDetector(Part):
     # -- in the files' thread ------------------------------------------------------------------------------------------
 
     def _judge_stall(self, workers: LocalWorkers, members: Sequence[Member], now: float) -> None:
-        """The node of group rank 0 reads what the others wrote."""
         stall, index, pids = self._stall, self._round, workers.running_pids
         if any((device.memory_use or 0) >= WORK_MEMORY_USE for device in self._gpus.devices):
             self._stall = replace(stall, since={})  # its GPUs work, and it waits for them

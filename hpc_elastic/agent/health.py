@@ -48,7 +48,6 @@ class RoomFacts(Struct, frozen=True, kw_only=True):
     free: int = 0
     has_inodes: bool = True
     error: str = ""
-    """Why it could not be asked; empty: it could."""
 
 
 class MemoryFacts(Struct, frozen=True, kw_only=True):
@@ -65,8 +64,6 @@ class ClockOffset(Struct, frozen=True, kw_only=True):
 
 
 class SharedFacts(Struct, frozen=True, kw_only=True):
-    """How the run directory's filesystem answered."""
-
     path: str
     error: str = ""
     is_full: bool = False
@@ -118,7 +115,6 @@ class GpuFacts(Struct, frozen=True, kw_only=True):
 class HealthFinding(Struct, frozen=True, kw_only=True):
     check: str
     reason: str = ""
-    """Why the node is unfit; empty: it is fit."""
     warning: str = ""
     note: str = ""
     is_refusal: bool = False
@@ -157,7 +153,6 @@ def judge_room(check: Check, facts: RoomFacts, *, least: float) -> HealthFinding
 
 
 def judge_memory(facts: MemoryFacts | None, *, least: float) -> HealthFinding:
-    """Is there memory for workers? None: it can't be measured, which is no fault of the node."""
     if facts is None or facts.free >= least:
         return HealthFinding(check=Check.MEMORY.value)
     below = f" below {facts.limited_by}" if facts.limited_by else ""
@@ -192,7 +187,6 @@ def judge_clock(offset: ClockOffset | None, *, most: float) -> HealthFinding:
 
 
 def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> HealthFinding:
-    """Can other nodes reach this one at all?"""
     if not interfaces or any(has_link for _, has_link in interfaces):
         return HealthFinding(check=Check.LINK.value)
     names = ", ".join(name for name, _ in interfaces)

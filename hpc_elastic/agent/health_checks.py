@@ -82,8 +82,6 @@ class HealthSite(Struct, frozen=True, kw_only=True):
 
 
 class HealthChecks(Part):
-    """None of the methods waits but `close`."""
-
     @classmethod
     def for_agent(cls, site: AgentSite) -> HealthChecks:
         me, spec = site.me, site.me.spec
@@ -296,8 +294,6 @@ class _Job(Struct, frozen=True):
 
 
 class _Session:
-    """One run of all checks: a thread for each, and one that sums up."""
-
     def __init__(self, post: Callable[[HealthVerdict], None]) -> None:
         self._post = post
         self._changed = threading.Condition()

@@ -181,9 +181,7 @@ class HeartbeatWatch:
         self.declared: HangMark | None = None
         self._pids: dict[int, int] = {}
         self._unseen: set[int] = set()
-        """Local ranks of this round that can send no heartbeats."""
         self.hung: dict[int, str] = {}
-        """Local rank → why it counts as hung in this round."""
 
     @property
     def is_round_over(self) -> bool:
@@ -353,7 +351,6 @@ class HeartbeatWatch:
 
     @property
     def mark(self) -> HangMark | None:
-        """The mark of the hung worker here that is furthest behind; None: none hangs."""
         if self.declared is not None:
             return self.declared
         now, beats = self._clock.monotonic(), [beat for beat in self._beats.beats if beat.local_rank in self.hung]
@@ -366,7 +363,6 @@ class HeartbeatWatch:
         return self._clock.time_ns() - int(age * 1e9)
 
     def stop_judging(self) -> None:
-        """No worker is judged any more in this round; all that is known of it stays."""
         self.due = None
 
     def end(self) -> None:

@@ -227,7 +227,6 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     sections: tuple[str, ...] | None = ()
     """`None`: too many to know."""
     spent: Mapping[str, float] = {}
-    """Section → seconds in it so far."""
     asks_for_notices: bool = False
     has_notice: bool = False
     """The script may get it by `should_checkpoint`, by a callback, or by `preemption_notice`."""

@@ -113,7 +113,6 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
     env: dict[str, str]
     inherited: Inherited
     furthest_before: int
-    """-1: no step is known."""
 
     @property
     def short_uid(self) -> str:
@@ -121,7 +120,6 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
 
     @property
     def checkpoint_folder(self) -> Path | None:
-        """The node's own; None without ``--checkpoint-dir``."""
         if not self.spec.checkpoint_dir:
             return None
         name = f"{CHECKPOINT_PREFIX}{self.spec.uid}.{self.tag.node_key}.{self.short_uid}"

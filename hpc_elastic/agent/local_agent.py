@@ -126,7 +126,6 @@ class LocalElasticAgent(SimpleElasticAgent):
             else SectionTimeouts()
         )
         self._watch: HeartbeatWatch
-        """It is there once `run` is called."""
         self._workers: LocalWorkers | None = None
         self._job_log: JobLog | None = None
         self._pump: LogPump | None = None

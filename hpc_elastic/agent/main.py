@@ -6,13 +6,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from msgspec import Struct
 
 from hpc_elastic import __version__
-from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
+from hpc_elastic.agent.ending import CrashGuard
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
 from hpc_elastic.agent.identity import AgentIdentity, RunDirectoryRefusedError, parse_options, patiently
@@ -24,13 +24,13 @@ from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import REFUSED_CODE
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UsageError, describe_error, where_raised
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.restart import DecideRestart, RestartDecision
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord
-from hpc_elastic.run.agent_events import AgentStarted, StartRefused
+from hpc_elastic.run.agent_events import AgentFailed, AgentStarted, StartRefused
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.spec import RunSpec
@@ -46,12 +46,13 @@ logger = logging.getLogger(__name__)
 CLOSE_LOGS_SECONDS = 5.0
 EVENTS_TOGETHER_SECONDS = 0.2
 METRICS_SECONDS = 0.5
+LAST_WRITES_SECONDS = 1.0
+_MOST_LINES = 40
 HUNG_LOGS_SECONDS = 1.0
 """The same where the filesystem has shown that it does not answer."""
 
 
 def agent_main(argv: Sequence[str]) -> int:
-    """Run the agent of this node. Returns its exit code; 2 where the run can't be read from here."""
     inherited = prepare_agent_process()
     pipes = output_pipes()
     options = parse_options(argv)
@@ -236,8 +237,16 @@ class _Output(Struct, frozen=True, kw_only=True):
         return cls(me=me, clock=clock, files=files, job_log=job_log, pump=pump, events=events)
 
     def end_crashed(self, crash: CrashGuard, error: BaseException, pipes: Sequence[int]) -> NoReturn:
-        """The agent's main thread has failed: leave evidence, and end at once."""
         me = self.me
+
+        def write_lines() -> None:
+            self.job_log.write_line(
+                f"[{me.host}] error: the agent itself failed: {describe_error(error)}; ending its workers"
+            )
+            import traceback
+
+            for line in "".join(traceback.format_exception(error)).splitlines()[-_MOST_LINES:]:
+                self.job_log.write_line(f"[{me.host}] {line}")
 
         def write_error_file() -> None:
             from hpc_elastic.failures.error_file import write_own_failure
@@ -245,14 +254,14 @@ class _Output(Struct, frozen=True, kw_only=True):
             path = me.paths.agent_error_file(me.node)
             write_own_failure(path, error, role="agent", host=me.host, now_ns=self.clock.time_ns())
 
-        crash.end(
-            error,
-            events=self.events,
-            write_line=lambda line: self.job_log.write_line(f"[{me.host}] {line}"),
-            flush=lambda: self.job_log.close(HUNG_LOGS_SECONDS),
-            write_error_file=lambda: self.files.do(write_error_file, within=LAST_WRITES_SECONDS),
-            pipes=pipes,
-        )
+        steps: list[Callable[[], object]] = [
+            lambda: self.events.write(AgentFailed(error=describe_error(error), where=where_raised(error))),
+            write_lines,
+            lambda: self.job_log.close(HUNG_LOGS_SECONDS),
+            lambda: self.events.close(within=LAST_WRITES_SECONDS),
+            lambda: self.files.do(write_error_file, within=LAST_WRITES_SECONDS),
+        ]
+        crash.end(steps, pipes)
 
     def close(self, is_clean: bool) -> bool:
         """Close all but the job log. Returns whether no thread is left that hangs."""

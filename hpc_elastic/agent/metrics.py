@@ -127,7 +127,6 @@ class RoundFigures:
         self._began.setdefault(what, self._clock.monotonic())
 
     def end(self, what: str) -> float | None:
-        """Returns the seconds, rounded to milliseconds; `None` where it had not begun."""
         began = self._began.pop(what, None)
         if began is None:
             return None

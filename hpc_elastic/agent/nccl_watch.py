@@ -2,21 +2,26 @@
 
 What differs between ranks is normal while they work, and so is a pause of all: what counts is that nothing has changed
 for longer than `limit_without_progress` allows, which learns from the run's own pauses.
+
+RAS (2.28.7 and newer) is a text protocol at NCCL_RAS_ADDR, of which NCCL's own client is src/ras/client.cc. A server
+may be slow, another program's, run's or user's, or gone in the middle of its answer: each question takes bounded time
+and memory. Each agent gives its workers an address of its own, unless the user has.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from hpc_elastic.agent.hang import limit_without_progress
 from hpc_elastic.agent.heartbeat_watch import Hang
-from hpc_elastic.agent.nccl_ras import NotOursError, ask_ras, nccl_version, parse_address
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.text import duration, plural
@@ -30,6 +35,109 @@ if TYPE_CHECKING:
     from hpc_elastic.run.activities import FlightTail
 
 logger = logging.getLogger(__name__)
+
+
+ADDRESS_VARIABLE, ENABLE_VARIABLE = "NCCL_RAS_ADDR", "NCCL_RAS_ENABLE"
+_PORTS = range(20000, 28000)
+"""NCCL's own default is 28028, and Linux gives ports above to outgoing connections."""
+_CONNECT_SECONDS = 2.0
+_RAS_SECONDS = 5
+_ANSWER_SECONDS = 20.0
+_BYTES_PER_RANK, _MOST_BYTES = 64 << 10, 64 << 20
+"""An answer's room: 90 communicators of each rank; and the most of any."""
+_LIBRARY = r"\S*/libnccl\.so\S*"
+_NUMBERS = r"(\d+)\.(\d+)\.(\d+)"
+
+
+class NotOursError(HpcElasticError):
+    template = "{address} is not this run's: {why}"
+
+
+def choose_address(given: Mapping[str, str]) -> str:
+    """A port that nobody can guess; empty: the user set one, or wants none."""
+    if given.get(ADDRESS_VARIABLE) or given.get(ENABLE_VARIABLE) == "0":
+        return ""
+    for _ in range(32):
+        port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return f"127.0.0.1:{port}"
+    return ""
+
+
+def parse_address(text: str) -> Address | None:
+    """``host:port``, ``[::1]:port``; None: it is something else."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        return None
+    return host.strip("[]"), int(port)
+
+
+def ask_ras(address: Address, *, world_size: int, why_not_ours: Callable[[socket.socket], str]) -> str:
+    """Ask for the state of all communicators, in bounded time and memory; returns JSON.
+
+    `why_not_ours`, of the connection: why the other end is no process of this run; empty: it is one. Raises `OSError`
+    where nobody listens or answers in time, and `NotOursError`.
+    """
+    most = min(_MOST_BYTES, _BYTES_PER_RANK * world_size)
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    shown = f"{address[0]}:{address[1]}"
+    with socket.create_connection(address, timeout=_CONNECT_SECONDS) as connection:
+        buffer = bytearray()
+
+        def line_after(command: str) -> str:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            connection.sendall(f"{command}\n".encode())
+            while b"\n" not in buffer:
+                if not _receive(connection, buffer, deadline) or len(buffer) > 4096:
+                    raise NotOursError(address=shown, why=f"it answers {bytes(buffer[:80])!r} to {command}")
+            line, _, rest = bytes(buffer).partition(b"\n")
+            buffer[:] = rest
+            return line.decode("utf-8", "replace").strip()
+
+        if not (line := line_after("CLIENT PROTOCOL 2")).upper().startswith("SERVER PROTOCOL "):
+            raise NotOursError(address=shown, why=f"it speaks another protocol ({line[:80]!r})")
+        if why := why_not_ours(connection):
+            raise NotOursError(address=shown, why=why)
+        line_after(f"TIMEOUT {_RAS_SECONDS}")  # one that does not know it has its own
+        if (line := line_after("SET FORMAT json")) != "OK":
+            raise NotOursError(address=shown, why=f"it answers in no JSON, as NCCL before 2.28.7 ({line[:80]!r})")
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.sendall(b"VERBOSE STATUS\n")
+        while _receive(connection, buffer, deadline):
+            if len(buffer) > most:
+                raise NotOursError(address=shown, why=f"its answer is longer than {most >> 10} KiB")
+    return buffer.decode("utf-8", "replace")
+
+
+def _receive(connection: socket.socket, buffer: bytearray, deadline: float) -> bool:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("NCCL's RAS did not answer in time")
+    connection.settimeout(left)
+    data = connection.recv(1 << 16)
+    buffer += data
+    return bool(data)
+
+
+def nccl_version(pid: int, *, proc: str = "/proc") -> tuple[int, int, int] | None:
+    """The version of the NCCL that a process has loaded, by the names of files; None: it has none, or none shows."""
+    try:
+        with open(f"{proc}/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            path = next((found[0] for line in file if (found := re.search(_LIBRARY, line))), "")
+        found = re.search(_NUMBERS, os.path.basename(path))
+        if path and found is None:  # of a wheel: site-packages/nvidia/nccl/lib/libnccl.so.2
+            names = os.listdir(os.path.join(os.path.dirname(path), *[os.pardir] * 3))
+            wheels = (re.search(_NUMBERS, name) for name in names if name.startswith("nvidia_nccl"))
+            found = next((wheel for wheel in wheels if wheel), None)
+    except OSError:
+        return None
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
 
 ASK_SECONDS = 60.0
 """RAS asks every process of the job for each question."""
@@ -153,8 +261,6 @@ def open_call(tail: FlightTail) -> str:
 
 
 class NcclWatch:
-    """The questions have a thread of their own."""
-
     def __init__(self, address: str, *, run_uid: str, least: float, clock: Clock) -> None:
         self._address, self._run_uid, self._least, self._clock = parse_address(address), run_uid, least, clock
         self._every = min(ASK_SECONDS, least / _ASKS_PER_LIMIT)

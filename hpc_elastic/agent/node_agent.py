@@ -89,7 +89,6 @@ class NodeAgent:
         self._crash = crash or CrashGuard()
         self._loader = loader or site.files
         self.round = -1
-        """The round that this node confirmed last."""
         self._wants_join = self._waits_to_start = False
         self._failure: Exception | None = None
         self._why_ended = ""
@@ -102,7 +101,6 @@ class NodeAgent:
         self._rendezvous_seconds: float | None = None
         self._clock_offsets = ClockOffsetLog(site.events, site.notifier, uid=site.info.uid, clock=site.clock)
         self._reports: FailureReports
-        """It is there from the first workers on."""
         self.heard = HeardSignals(site, signals)
         self._unendable: set[int] = set()
         """Not even SIGKILL ended them: logged once, and not waited for again."""
@@ -204,7 +202,6 @@ class NodeAgent:
         return seconds_until(dues, self.site.clock, most=self.site.me.spec.monitor_interval)
 
     def _helpers(self) -> set[int]:
-        """Pids of the agent's own helpers, which are no workers."""
         return {self._guardian_pid, *(pid for part in self.parts for pid in part.pids)}
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -449,7 +446,6 @@ class NodeAgent:
         self._stop_due = self.site.clock.monotonic()
 
     def _stop_workers(self, reason: str) -> None:
-        """Begin to end the workers, or leave them less time; what they did last is read before."""
         workers, site, record = self.workers, self.site, self.record
         if workers is None or self._swept:
             if workers is not None:

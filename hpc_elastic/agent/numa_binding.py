@@ -43,7 +43,6 @@ class Machine(Struct, frozen=True, kw_only=True):
     distances: Mapping[int, Sequence[int]]
     """NUMA node → how far it is from the n-th node."""
     sockets: Mapping[int, int]
-    """CPU → socket."""
     cores: Mapping[int, int]
     """CPU → the first CPU of its physical core."""
     caches: Mapping[int, int]

@@ -98,8 +98,6 @@ class AgentSite(Struct, frozen=True, kw_only=True):
 
 
 class GroupSite(Struct, frozen=True, kw_only=True):
-    """What the workers of one round are started, watched and described with."""
-
     attempt: AttemptPaths
     host: str
     node: int

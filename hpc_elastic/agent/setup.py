@@ -39,8 +39,6 @@ _MOST_LINES = 20
 
 
 class Setup(Part):
-    """One agent's. All methods are for its main thread; none waits."""
-
     def __init__(self, site: AgentSite) -> None:
         self._site = site
         self._environ = site.me.command_environment(site.environ)

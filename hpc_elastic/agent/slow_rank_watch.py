@@ -68,8 +68,6 @@ class _Step(Enum):
 
 
 class SlowRankWatch(Part):
-    """One agent's. Nothing here waits: files are read and written elsewhere."""
-
     due: float | None = None
 
     def __init__(self, site: AgentSite) -> None:
@@ -87,9 +85,7 @@ class SlowRankWatch(Part):
         self._pace = Pace()
         self._slow_run: RunPace | None = None
         self._seconds = 0.0
-        """What the dearest answer took of its rank's time."""
         self._bytes = 0
-        """Of this node's file; 0: it has not been written."""
         self._holds_until: float | None = None
         """The node joins no round until then: whether it is to leave is being read."""
         self._leaves_because = ""

@@ -1,4 +1,8 @@
-"""The evidence of one node's failed workers: looked at before the group is ended, described afterwards."""
+"""The evidence of one node's failed workers: looked at before the group is ended, described afterwards.
+
+`SocketWatch` notes the workers' TCP sockets while they live, so that an address in a peer's message can be found to be
+a rank: soon after their start, when process groups are made, and then ever more rarely.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,32 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import FlightRecorders
-from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, read_stacks
-from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
+from hpc_elastic.agent.hang_stop import (
+    JUDGE_SECONDS,
+    HungWorker,
+    StacksThenStop,
+    Stopper,
+    describe_hang,
+    observe_failure,
+    observe_silent,
+    read_stacks,
+)
 from hpc_elastic.agent.part import GroupSite
-from hpc_elastic.base.clock import uptime_ns
+from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FilesystemHangsError
+from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, find_logged, write_evidence
 from hpc_elastic.failures.excerpt import make_excerpt
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import stacks_of
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import WorkerOutput
+from hpc_elastic.run.activities import RankSockets
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers.linux import node_oom_kill_count, oom_kill_count
+from hpc_elastic.workers.sockets import Address, network_id, read_sockets
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, exit_status_now
 
 if TYPE_CHECKING:
@@ -37,15 +52,58 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
+FIRST_SECONDS = 3.0
+_OFTEN_SECONDS = 60.0
+"""Each look is 1.4 times as far from the start as the one before until then; twice as far later."""
+_MOST_SECONDS = 600.0
+_MOST_PORTS = 1024
+"""Most ports of one rank in the event: a full mesh of more ranks is not worth its size."""
+
+
+def next_look(age: float) -> float:
+    return min(age * (1.4 if age < _OFTEN_SECONDS else 2.0), age + _MOST_SECONDS)
+
+
+class SocketWatch:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock.monotonic()
+        self.due = self._began + FIRST_SECONDS
+        self._known: dict[int, frozenset[Address]] = {}
+        self.network = ""
+
+    def look(self, running: Mapping[int, int]) -> None:
+        found = read_sockets(running.values())
+        self._known |= {rank: found[pid] for rank, pid in running.items() if pid in found}
+        if running and not self.network:
+            self.network = network_id(next(iter(running.values())))
+        now = self._clock.monotonic()
+        self.due = self._began + next_look(max(FIRST_SECONDS, now - self._began))
+
+    def forget(self, rank: int) -> None:
+        self._known.pop(rank, None)
+
+    @property
+    def ranks(self) -> tuple[RankSockets, ...]:
+        return tuple(_of_rank(rank, addresses) for rank, addresses in sorted(self._known.items()))
+
+
+def _of_rank(rank: int, addresses: frozenset[Address]) -> RankSockets:
+    ports: dict[str, list[int]] = {}
+    for ip, port in sorted(addresses)[:_MOST_PORTS]:
+        ports.setdefault(ip, []).append(port)
+    return RankSockets(rank=rank, ends=tuple((ip, ranges(found)) for ip, found in ports.items()))
+
+
 EVIDENCE_SECONDS = 10.0
 HURRIED_SECONDS = 2.0
 DRAIN_SECONDS = 0.5
 """How long the last output of an ended worker is waited for; a descendant may hold its pipes open."""
 _MOST_SHOWN = 12
-"""Lines of a traceback in the job log."""
 PEERS_NS = 500_000_000
 """A message that names a lost peer this long after the stop is known means no rank that another node's agent ended,
-since that one gives its workers a delay, too (`last_look.DELAY_SECONDS`).
+since that one gives its workers a delay, too (`hang_stop.DELAY_SECONDS`).
 """
 _TRACEBACK = b"Traceback (most recent call last)"
 _TRACEBACK_WITHIN = 16 << 10
@@ -157,7 +215,6 @@ class WorkerEvidence(Struct, eq=False):
             return ""
 
     def describe(self, slots: Sequence[WorkerSlot]) -> list[WorkerFailure]:
-        """The group has ended."""
         kills = self._oom_kills_since()
         hung = self._asked_for_stacks(slots, kills)
         failed, condemned, stopped = [], [], []

@@ -23,8 +23,6 @@ DEFAULT_ROLE = "default"
 
 
 class Worker(Struct):
-    """One rank on this node."""
-
     local_rank: int
     global_rank: int = -1
     role_rank: int = -1
@@ -49,7 +47,6 @@ class WorkerGroup:
         self.master_addr: str | None = None
         self.master_port: int | None = None
         self.round = -1
-        """The rendezvous' number of the round; -1 before the first."""
         self.restarts_used = 0
         """Rounds that followed a worker's failure, wherever in the run it happened: the same on every node."""
 

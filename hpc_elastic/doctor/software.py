@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from hpc_elastic.agent.container import enter_container
 from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, judge_gpus, own_gpus
 from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.worker_environment import enter_container
 from hpc_elastic.base.self_command import module_command, source_command
 from hpc_elastic.base.text import clean_line, first_of
 from hpc_elastic.doctor.findings import DoctorFinding, ok, problem, problem_unless, warn_unless, warning

@@ -28,7 +28,6 @@ T = TypeVar("T")
 GRACE = 10.0
 """Seconds for code that runs because of the exception, before it is raised there again."""
 REPEAT = 0.05
-"""Seconds between two looks at whether the main thread has left."""
 
 
 class RankShouldRestart(BaseException):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from hpc_elastic.errors import IllegalTransitionError
+
 
 class CallPhase(Enum):
     JOINING = "joining"
@@ -11,7 +13,6 @@ class CallPhase(Enum):
     ASSIGNING = "assigning"
     """`rank_assignment`, `rank_filter`; RANK and WORLD_SIZE are exported."""
     STARTING = "starting"
-    """The iteration barrier."""
     RUNNING = "running"
     """`initialize`, `health_check`, then the function, or a spare's wait."""
     COMPLETING = "completing"
@@ -19,9 +20,7 @@ class CallPhase(Enum):
     ABORTING = "aborting"
     """Last call and `abort`, in the monitor thread."""
     FINALIZING = "finalizing"
-    """`finalize`."""
     CHECKING = "checking"
-    """`health_check`, after a fault."""
     TERMINATING = "terminating"
     """The termination barrier; garbage is collected."""
     REPLACING = "replacing"
@@ -76,20 +75,8 @@ TRANSITIONS: dict[CallPhase, dict[CallEvent, CallPhase]] = {
 }
 
 
-class IllegalEventError(Exception):
-    """A phase met an event that the table does not know: a defect of this package."""
-
-    def __init__(self, phase: CallPhase, event: CallEvent) -> None:
-        super().__init__(phase, event)
-        self.phase = phase
-        self.event = event
-
-    def __str__(self) -> str:
-        return f"in phase {self.phase.value!r}: unexpected event {self.event.value!r}"
-
-
 def next_phase(phase: CallPhase, event: CallEvent) -> CallPhase:
     try:
         return TRANSITIONS[phase][event]
     except KeyError:
-        raise IllegalEventError(phase, event) from None
+        raise IllegalTransitionError(state=phase.value, event=event.value) from None

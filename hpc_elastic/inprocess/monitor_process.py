@@ -42,8 +42,6 @@ ELSEWHERE = object()
 
 
 class StoreSource(Struct, frozen=True):
-    """Opens the restart group's store in a monitor process."""
-
     factory: type[StoreMixin]
     kwargs: Mapping[str, Any]
 
@@ -58,8 +56,6 @@ class StoreSource(Struct, frozen=True):
 
 
 class RankPlace(Struct, frozen=True, kw_only=True):
-    """The rank's place in an iteration, which it sends to its monitor."""
-
     iteration: int
     rank: int
     count: int
@@ -101,8 +97,6 @@ class Unplaced(Struct, frozen=True, kw_only=True):
 
 
 class MonitorProcess:
-    """The rank's side."""
-
     def __init__(self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: Wrapper) -> None:
         self.source = source
         self.page = page
@@ -136,7 +130,6 @@ class MonitorProcess:
             logger.warning("initial rank %d: its monitor process is gone", self.unplaced.initial_rank)
 
     def shutdown(self) -> None:
-        """End the process, and wait until it is gone."""
         if not self._pid:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -154,7 +147,6 @@ class MonitorProcess:
 
 
 def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoReturn:
-    """Run the child. `served` gets whether the store's server is open."""
     status = 1
     try:
         pidfd = os.pidfd_open(main)
@@ -200,8 +192,6 @@ def _detach(keep: tuple[int, ...], logfile: str | None) -> None:
 
 
 class _Monitor:
-    """The child's side."""
-
     def __init__(self, rank: MonitorProcess, main: int, reader: int, pidfd: int, serves: bool) -> None:
         settings = rank.settings
         self._main = main
@@ -322,7 +312,6 @@ class _Monitor:
                 self._base.record_base_terminated_rank(initial)
 
     def _kill(self) -> None:
-        """End the rank's process, and wait for its end."""
         logger.error("process %d shows no progress for %g s: it is killed", self._main, self._hard_timeout)
         for signum in (signal.SIGCONT, signal.SIGTERM):
             self._send(signum)

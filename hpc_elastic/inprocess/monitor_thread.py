@@ -35,7 +35,6 @@ class SoftTimeout:
         self._has_reported = False
 
     def look(self, reading: Reading) -> None:
-        """Called in the watchdog's thread."""
         if self._has_reported or not self._stall.is_stalled(reading, time.monotonic()):
             return
         self._has_reported = True

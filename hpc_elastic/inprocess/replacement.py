@@ -30,8 +30,6 @@ DECIDED, FINISHED, PULSE = "decided", "finished", "pulse"
 
 
 class JoinRequest(Struct, frozen=True, kw_only=True):
-    """A fresh process that has announced itself."""
-
     uid: str
     initial_rank: int
     """Initial rank of the process that this one was started for."""

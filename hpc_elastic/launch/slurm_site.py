@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 import hpc_elastic
-from hpc_elastic.agent.container import pyxis_arguments
+from hpc_elastic.agent.worker_environment import pyxis_arguments
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.requeue import Arming, RequeueWay, decide_arming

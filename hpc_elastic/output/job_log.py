@@ -163,7 +163,6 @@ class JobLog:
                 self._drop(source, lost)
 
     def _write(self, data: bytes) -> int:
-        """Write all of `data`, however long it takes. Returns the bytes that could not be."""
         view = memoryview(data)
         while view:
             try:

@@ -63,7 +63,6 @@ class LogFile:
         self.skipped = 0
         self.written = 0
         self.failure: str | None = None
-        """Why it cannot be written at the moment."""
         self.kept = b""
         """The end of what was refused since the last bytes that were written; at most `_KEPT_BYTES`."""
         self.on_loss = on_loss

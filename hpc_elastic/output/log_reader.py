@@ -32,8 +32,6 @@ _ASK_EACH = 4
 
 
 class Place(Struct, frozen=True):
-    """A position in an output."""
-
     piece: int
     """The number of a full piece; the one that is being written has the next free number."""
     offset: int

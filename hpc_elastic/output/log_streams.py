@@ -28,8 +28,6 @@ from hpc_elastic.run.paths import AttemptPaths, rank_index, round_index
 
 
 class LogStream(Struct, frozen=True):
-    """One worker's stdout or stderr in one round."""
-
     attempt: int
     round: int
     rank: int
@@ -38,8 +36,6 @@ class LogStream(Struct, frozen=True):
 
 
 class RoundLayout(Struct, frozen=True, kw_only=True):
-    """The ranks and nodes of a round, from the agents' events."""
-
     nodes: Mapping[int, int]
     hosts: Mapping[int, str]
     world_size: int

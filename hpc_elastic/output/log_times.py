@@ -1,7 +1,8 @@
 """When what was printed: the lines of a file that stands beside the output files of one node's ranks.
 
 Below a line with the version: ``RANK STREAM PIECE OFFSET MICROSECONDS``, up to every 10 ms of a stream. What stands at
-OFFSET of that piece, up to the next such place, was printed at that time of the node's wall clock, or after it. The
+OFFSET of that piece (a rotated file's number, from 0; the one that is being written has the next free one), up to the
+next such place, was printed at that time of the node's wall clock, or after it. The
 file stays below 512 KiB: when it is full, its older three quarters lose every second entry of each stream, so that the
 end of a round, where failures are, is known best. Entries wait in memory for a second; what can't be written is
 dropped.
@@ -16,9 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
-from msgspec import Struct
-
-from hpc_elastic.base.files import write_private
+from hpc_elastic.base.files import Owner, open_checked, write_private
 from hpc_elastic.errors import UnsafePathError
 
 HEADER = b"log times 1\n"
@@ -32,16 +31,6 @@ _WHOLE_SHARE = 4
 """One part of so many, the newest, stays whole."""
 
 
-class TimeMark(Struct, frozen=True):
-    rank: int
-    stream: int
-    piece: int
-    """A rotated file's number, from 0; the one that is being written has the next free one."""
-    offset: int
-    time_us: int
-    """The node's wall clock, since the epoch."""
-
-
 def times_path(round_dir: Path, node: int) -> Path:
     return round_dir / f"times-node-{node:05d}"
 
@@ -52,12 +41,8 @@ def times_node(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def mark_line(mark: TimeMark) -> bytes:
-    return b"%d %d %d %d %d\n" % (mark.rank, mark.stream, mark.piece, mark.offset, mark.time_us)
-
-
 def read_marks(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """The entries of a file, in its order, as the fields of `TimeMark`: a large run has millions.
+    """The entries of a file, in its order: rank, stream, piece, offset and microseconds. A large run has millions.
 
     Torn and foreign lines are left out, and all of another version.
     """
@@ -127,7 +112,6 @@ class RecentTimes:
 FLUSH_S = 1.0
 _RETRY_S = 10.0
 _MOST_WAITING = 4096
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class TimesFile:
@@ -159,9 +143,9 @@ class TimesFile:
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, mark: TimeMark) -> None:
+    def add(self, line: bytes) -> None:
         if len(self._waiting) < _MOST_WAITING:
-            self._waiting.append(mark_line(mark))
+            self._waiting.append(line)
 
     def flush(self, now: float) -> None:
         """Write what waits at `now`, seconds, monotonic. Never raises."""
@@ -195,17 +179,8 @@ class TimesFile:
     def _open(self) -> None:
         if self._fd >= 0:
             return
-        try:
-            self._fd, self._size = os.open(self.path, _FLAGS | os.O_EXCL, 0o600), 0
-        except FileExistsError:
-            self._fd = os.open(self.path, _FLAGS, 0o600)
-            info = os.fstat(self._fd)
-            if info.st_uid != os.geteuid():
-                raise UnsafePathError(f"{self.path} belongs to uid {info.st_uid}, not to you") from None
-            os.fchmod(self._fd, 0o600)
-            self._size = info.st_size
-        if not self._size:
-            self._size = os.pwrite(self._fd, HEADER, 0)
+        self._fd = open_checked(self.path, os.O_RDWR | os.O_CREAT, owner=Owner.OWN)
+        self._size = os.fstat(self._fd).st_size or os.pwrite(self._fd, HEADER, 0)
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -230,7 +205,7 @@ class StreamTimes:
         if piece == self._place and 0 <= at_us - self._at_us < FINEST_US:
             return
         self._place, self._at_us = piece, at_us
-        self._file.add(TimeMark(self._rank, self._number, piece, offset, at_us))
+        self._file.add(b"%d %d %d %d %d\n" % (self._rank, self._number, piece, offset, at_us))
 
     def release(self, now: float) -> None:
         self._file.release(now)

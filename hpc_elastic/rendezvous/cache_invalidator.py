@@ -82,7 +82,6 @@ class PendingNotifications:
         """The highest number of a record that was named since the last `take_hidden`; 0: none was."""
 
     def add(self, keys: Iterable[str]) -> None:
-        """Take in names made by `record_name` or `claims.claim_key`; anything else is ignored."""
         for key in keys:
             if len(self.keys) < MOST:
                 self.keys.add(key)

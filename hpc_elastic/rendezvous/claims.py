@@ -52,14 +52,10 @@ class Ready(Struct, frozen=True):
 
 
 class Departure(Struct, frozen=True):
-    """Content of a LEAVE."""
-
     reason: str = ""
 
 
 class Saved(Struct, frozen=True):
-    """Content of a SAVED."""
-
     age: float
     """Seconds for which the checkpoint had been complete."""
 
@@ -120,8 +116,6 @@ class ClaimReader(Generic[C]):
 
 
 class FailureReader:
-    """Reads the failures that nodes reported: what a node summed up replaces its bare fact."""
-
     def __init__(self, store: Store) -> None:
         self._facts = ClaimReader(store, ClaimKind.FAIL, NodeFailure)
         self._summaries = ClaimReader(store, ClaimKind.SUM, NodeFailure)
@@ -139,7 +133,6 @@ def _unreadable(uid: str) -> NodeFailure:
 
 
 def read_claim(cls: type[C], raw: str | None) -> C | None:
-    """A claim's content; None for an absent or senseless one."""
     try:
         return None if raw is None else codec.loads(cls, raw)
     except codec.UnreadableRecordError:

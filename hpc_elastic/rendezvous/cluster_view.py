@@ -40,11 +40,9 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     done: frozenset[str]
     """Members whose workers have all ended with 0."""
     leaving: Mapping[str, str]
-    """Members that take themselves out, with the reason."""
     gone: frozenset[int]
     """Nodes for which the launcher will bring no further agent."""
     dead: frozenset[str]
-    """Participants whose heartbeat has stopped."""
     silent: frozenset[str]
     """Participants that were heard on the network before, and are not any more: to be asked through the files."""
     stale: Mapping[str, float] = field(default_factory=dict)
@@ -52,7 +50,6 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     answered: frozenset[str]
     """Suspects that have rewritten their heartbeat since, or were heard again."""
     names: Mapping[int, str]
-    """Node index → name."""
     since_status: float
     """Seconds since this coordinator first saw this round in this status."""
     since_lost: float
@@ -65,11 +62,9 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     since_saved: float = float("inf")
     """Seconds since a checkpoint was complete; infinite where no member has reported one."""
     is_saving: bool = False
-    """A member is writing one."""
     noted: Mapping[str, PreemptionStatus] = field(default_factory=dict)
     """Reports of members about their workers, under a notice."""
     kept: frozenset[str] = frozenset()
-    """Members whose workers have saved because of it, or do not follow it."""
     since_notice: float = 0.0
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
 
@@ -142,17 +137,14 @@ class ClaimScanner:
         self._growth.paused_for(seconds)
 
     def prepare(self, round_index: int) -> None:
-        """Make the folders before anybody looks into them."""
         for folder in (claim_folder(round_index), claim_folder(round_index + 1), GONE):
             self._store.make_folder(folder)
 
     def is_idle(self, record: RoundRecord | None) -> bool:
-        """Return whether workers run, and this participant and all members hear each other."""
         is_final = record is not None and record.status is Status.FINAL and not record.suspects
         return is_final and self.hears_all(record)
 
     def hears_all(self, record: RoundRecord | None) -> bool:
-        """Return whether this participant and all members hear each other: claims are announced to it."""
         others = {m.uid for m in record.members} | self.joining if record is not None else set()
         return bool(others) and all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 

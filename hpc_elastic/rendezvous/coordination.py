@@ -39,8 +39,6 @@ ALONE_SECONDS = 10.0
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """One time of refusal, which lasts or has ended."""
-
     error: str
     """The system's text: ``Permission denied``."""
     path: str
@@ -173,7 +171,6 @@ class Coordination:
         return self._messages.take()
 
     def ask(self, command: Callable[[Participant], None]) -> None:
-        """Have `command` done in the thread, before its next step."""
         self._commands.append(command)
         self._wake.wake()
 
@@ -191,7 +188,6 @@ class Coordination:
 
     @property
     def refusal(self) -> Refusal | None:
-        """The refusal that lasts; None: the shared filesystem answers, or hangs."""
         return self._refusals.now
 
     def is_refused_alone(self) -> bool:

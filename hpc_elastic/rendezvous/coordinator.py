@@ -52,7 +52,6 @@ HEARD_PATIENCE = 6.0
 
 
 def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
-    """Decide what to commit next, if anything. The log may still refuse it."""
     status = view.record.status
     proposal = None
     if view.record.notice is not None and status is not Status.CLOSED:

@@ -46,10 +46,6 @@ class HeartbeatAges(Staleness[str]):
         self._invalidated_at = float("-inf")
 
     def look(self, uid: str, now: float) -> None:
-        """Read the heartbeat of `uid`. A failed read is no evidence: its age starts again.
-
-        `now` is taken before the read, which may block: what it shows is no younger.
-        """
         key = f"{HEARTBEATS}/{uid}"
         try:
             value = self._store.version(key)
@@ -144,7 +140,6 @@ class FailureDetector:
         return silent is not None and silent <= self._intervals.silence
 
     def is_silent(self, uid: str) -> bool:
-        """Return whether it was heard before, and is not any more."""
         silent = self.silence(uid)
         return silent is not None and silent > self._intervals.silence
 
@@ -162,7 +157,6 @@ class FailureDetector:
     # -- questions and answers -----------------------------------------------------------------------------------
 
     def asked(self, suspects: Iterable[str], now: float) -> None:
-        """Take in the suspects of the log's newest record."""
         before, self._suspects = self._suspects, frozenset(suspects)
         for uid in before - self._suspects:
             self._peers[uid].asked_at = None

@@ -111,7 +111,6 @@ class GrowthSigns:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a node has begun one, and not said that it is complete."""
         return bool(self._saving - self._saved_at.keys())
 
 

@@ -37,7 +37,6 @@ from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 logger = logging.getLogger(__name__)
 
 _GRACE = 0.4
-"""Seconds after a deadline for withdrawing."""
 _FIRST_LOOK_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 10.0
 _LONGEST_REASON = 300

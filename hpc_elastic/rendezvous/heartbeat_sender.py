@@ -118,7 +118,6 @@ class HeartbeatSender:
         self._rechecks_store = True
 
     def recheck_if_asked(self, now: float) -> None:
-        """Check the store as soon as a record has named it."""
         if self._rechecks_store and self._store_id.is_known:
             self._store_id.check(now)
             self._rechecks_store = False

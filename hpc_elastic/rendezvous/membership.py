@@ -33,9 +33,7 @@ class RoundResult(Struct, frozen=True, kw_only=True):
     store: KeyValueStore
     """The round's own: nothing of another round is in it. It is `folder` of the store in `directory`."""
     rank: int
-    """Group rank."""
     world_size: int
-    """Number of nodes in the round."""
     version: int
     """The round's number in the epoch."""
     master: str

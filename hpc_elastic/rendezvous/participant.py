@@ -44,7 +44,6 @@ class Refreshed(RunEvent, frozen=True, kw_only=True):
     """Files were read as the server has them. For this process: no log has it."""
 
     serial: int
-    """The serial of the request."""
     announced: frozenset[str]
 
 
@@ -110,12 +109,10 @@ class Participant:
 
     @property
     def looks_when_asked(self) -> bool:
-        """Return whether a request of its agent is a reason to look at the files too."""
         return self.observes or self.record is None or self.record.status is Status.CLOSED
 
     @property
     def waits_to_speak(self) -> bool:
-        """Return whether it has something to write that others wait for."""
         return bool(self.claims or self.to_all) or self._wants_in
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------

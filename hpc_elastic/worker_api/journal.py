@@ -34,7 +34,6 @@ class Journal:
         self._has_warned = False
 
     def note(self, **facts: object) -> None:
-        """Append a line."""
         now, folder = time.time(), os.environ.get(VARIABLE)
         if not folder:
             return

@@ -156,7 +156,6 @@ def choose_rank_processes(
 
 
 def find_rank_processes(root: Proc, below: Sequence[Proc], *, speaker: int) -> list[Proc]:
-    """Apply `choose_rank_processes` to a worker that runs."""
     masks = {proc.pid: known for proc in (root, *below) if (known := read_masks(proc.pid)) is not None}
     pythons = {proc.pid for proc in (root, *below) if is_python(proc.pid)}
     return choose_rank_processes(root, below, masks, speaker=speaker, pythons=pythons)

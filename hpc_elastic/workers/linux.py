@@ -68,7 +68,6 @@ def set_parent_death_signal(signal_number: int) -> None:
 
 
 def set_name(name: str) -> None:
-    """Set the name that ps shows (15 bytes at most)."""
     _check(_prctl_name(_PR_SET_NAME, name.encode()[:15], 0, 0, 0))
 
 

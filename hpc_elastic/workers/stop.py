@@ -33,7 +33,6 @@ _KILL_BOUND_S = 5.0
 ORPHAN_SECONDS = 5.0
 """Grace for what outlived a worker that had ended before."""
 _MOST_ORPHANS = 8
-"""Named."""
 _LAST_SHARE, _LAST_SECONDS = 0.1, 3.0
 """Before the grace ends: for what a rank that still runs has started."""
 _FIRST_LOOK_S = 0.03

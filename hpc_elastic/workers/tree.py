@@ -48,7 +48,6 @@ class Proc(Struct, frozen=True, kw_only=True):
 
     @property
     def is_dead(self) -> bool:
-        """It has ended and only waits for its parent to look."""
         return self.state in ("Z", "X")
 
 
@@ -311,7 +310,6 @@ class TreeKiller:
         self._stops = 0
 
     def next_signal(self, found: Iterable[Proc]) -> signal.Signals:
-        """Choose SIGKILL or SIGSTOP for each of a look's `found`."""
         now = {(proc.pid, proc.starttime) for proc in found}
         new = now - self._known
         self._known |= now

@@ -100,7 +100,6 @@ class UserCommand:
         self._process.signal_group(signal.SIGKILL)
 
     def attend(self, seconds: float, on_end: Callable[[CommandEnd], None]) -> None:
-        """Have a thread `run` it, which then calls `on_end`."""
         start_thread(lambda: on_end(self.run(seconds)))
 
     def run(self, seconds: float) -> CommandEnd:

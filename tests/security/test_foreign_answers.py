@@ -20,7 +20,7 @@ with FakeRas(lambda: json.dumps({{"communicators": [{{"size": 2, "ranks": ranks}
 """
 _ASK = """
 import sys
-from hpc_elastic.agent.nccl_ras import NotOursError
+from hpc_elastic.agent.nccl_watch import NotOursError
 from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.base.clock import SystemClock
 watch = NcclWatch(f"127.0.0.1:{sys.argv[1]}", run_uid="run", least=300.0, clock=SystemClock())

@@ -48,8 +48,6 @@ class InjectedException(Exception):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """The ranks, the fault and the delay in seconds: the same on all ranks that use the same seed."""
-
     ranks: tuple[int, ...]
     fault: Fault
     delay: float

@@ -1,25 +1,16 @@
-"""The fork server's states and decisions, and what is read in a script without running it."""
+"""The fork server's decisions, and what is read in a script without running it."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.fork_server import (
-    MOST_STARTS,
-    TRANSITIONS,
-    ServerEvent,
-    ServerState,
-    next_state,
-    why_given_up,
-)
-from hpc_elastic.agent.fork_server_process import folder_of, scripts_of
-from hpc_elastic.agent.script_text import late_settings, top_level_imports
+from hpc_elastic.agent.fork_server import MOST_STARTS, why_given_up
+from hpc_elastic.agent.fork_server_process import folder_of, late_settings, scripts_of, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment, worker_environment
-from hpc_elastic.errors import IllegalTransitionError, UsageError
+from hpc_elastic.errors import UsageError
 from hpc_elastic.run.option_values import StartMethod, parse_modules, parse_start_method
 from hpc_elastic.run.preload import Preload, preload_for
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
@@ -27,25 +18,6 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 SPEC = RunSpec(
     run_id="r", uid="u", name="n", created_ns=0, entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="t.py"), cwd="/"
 )
-
-
-def test_every_fault_of_a_living_server_leads_to_the_next_one_or_to_the_end() -> None:
-    for state in (ServerState.IMPORTING, ServerState.READY):
-        for fault in (ServerEvent.ENDED, ServerEvent.HANGS, ServerEvent.STALE):
-            assert next_state(state, fault) is ServerState.OFF
-        assert next_state(state, ServerEvent.GIVE_UP) is ServerState.FAILED
-    assert {next_state(ServerState.OFF, event) for event in TRANSITIONS[ServerState.OFF]} == {
-        ServerState.IMPORTING,
-        ServerState.FAILED,
-    }
-
-
-def test_what_is_given_up_stays_so_and_every_other_pair_is_illegal() -> None:
-    assert not TRANSITIONS[ServerState.FAILED]
-    for state, event in itertools.product(ServerState, ServerEvent):
-        if event not in TRANSITIONS[state]:
-            with pytest.raises(IllegalTransitionError):
-                next_state(state, event)
 
 
 @pytest.mark.parametrize(

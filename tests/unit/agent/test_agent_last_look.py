@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_elastic.agent.last_look import DELAY_SECONDS, DelayedStop, observe_failure, observe_silent
+from hpc_elastic.agent.hang_stop import DELAY_SECONDS, DelayedStop, observe_failure, observe_silent
 from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, ThreadStack, Whereabouts

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.lateness import Arrivals, GroupLateness, judge
+from hpc_elastic.agent.slow_ranks import Arrivals, GroupLateness, judge
 
 Extra = Callable[[float, int, int, random.Random], float]
 """Seconds of work, place in the step, step → seconds more."""

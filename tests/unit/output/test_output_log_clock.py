@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.output.log_files import LogFile
-from hpc_elastic.output.log_times import HEADER, TimeMark, TimesFile, read_marks
+from hpc_elastic.output.log_times import HEADER, TimesFile, read_marks
 from hpc_elastic.run.log_pieces import PieceLimit
 
 SECOND = 1_000_000
 
 
-def marks(path: Path) -> list[TimeMark]:
-    return [TimeMark(*mark) for mark in read_marks(path.read_bytes())]
+def marks(path: Path) -> list[tuple[int, int, int, int, int]]:
+    return list(read_marks(path.read_bytes()))
 
 
 def test_an_entry_at_most_every_10_ms(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_an_entry_at_most_every_10_ms(tmp_path: Path) -> None:
     for number in range(100):
         stream.note(0, number * 10, SECOND + number * 1000)
     stream.release(1.0)
-    assert [mark.offset for mark in marks(file.path)] == list(range(0, 1000, 100))
+    assert [mark[3] for mark in marks(file.path)] == list(range(0, 1000, 100))
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
 
 
@@ -35,7 +35,7 @@ def test_a_clock_that_was_set_back_is_told_at_once(tmp_path: Path) -> None:
     stream.note(0, 0, 9 * SECOND)
     stream.note(0, 5, 3 * SECOND)
     stream.release(1.0)
-    assert [(mark.offset, mark.time_us) for mark in marks(file.path)] == [(0, 9 * SECOND), (5, 3 * SECOND)]
+    assert [(mark[3], mark[4]) for mark in marks(file.path)] == [(0, 9 * SECOND), (5, 3 * SECOND)]
 
 
 def test_offsets_count_in_each_piece_and_losses_count_too(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_offsets_count_in_each_piece_and_losses_count_too(tmp_path: Path) -> Non
     log.skip(7)
     log.write(b"after\n", now=0.0, at_us=20 * SECOND)
     log.finish()
-    found = {(mark.piece, mark.offset): mark.time_us // SECOND for mark in marks(times.path)}
+    found = {(mark[2], mark[3]): mark[4] // SECOND for mark in marks(times.path)}
     for (piece, offset), second in found.items():
         where = path if piece == 3 else path.with_name(f"stdout.log.{piece:03d}")
         line = where.read_bytes()[offset:].split(b"\n")[0]
@@ -62,7 +62,7 @@ def test_a_second_writer_of_a_round_goes_on_behind_the_first(tmp_path: Path) -> 
         stream = TimesFile(tmp_path / "times").stream(0, 1)
         stream.note(0, offset, SECOND)
         stream.release(1.0)
-    assert [mark.offset for mark in marks(tmp_path / "times")] == [0, 50]
+    assert [mark[3] for mark in marks(tmp_path / "times")] == [0, 50]
 
 
 def test_it_stays_small(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_it_stays_small(tmp_path: Path) -> None:
     stream.release(1e9)
     assert file.path.stat().st_size <= 20_000
     found = marks(file.path)
-    assert found[0].offset == 0
-    assert [mark.offset for mark in found[-100:]] == [number * 100 for number in range(29_900, 30_000)]
-    assert found == sorted(found, key=lambda mark: mark.offset)
+    assert found[0][3] == 0
+    assert [mark[3] for mark in found[-100:]] == [number * 100 for number in range(29_900, 30_000)]
+    assert found == sorted(found, key=lambda mark: mark[3])
     assert not list(tmp_path.glob(".*")), "no temporary file is left"
 
 
@@ -103,7 +103,7 @@ def test_a_full_disk_costs_times_and_no_output(tmp_path: Path, monkeypatch: pyte
     stream.note(0, 40, 50 * SECOND)
     file.flush(50.0)
     stream.release(50.0)
-    assert [mark.offset for mark in marks(file.path)] == [0, 40]
+    assert [mark[3] for mark in marks(file.path)] == [0, 40]
 
 
 def test_no_file_where_nothing_is_printed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hpc_elastic.output.log_streams import (
     readers_of_last,
     timed_pieces,
 )
-from hpc_elastic.output.log_times import HEADER, STDERR, STDOUT, TimeMark, TimesFile, mark_line, times_path
+from hpc_elastic.output.log_times import HEADER, STDERR, STDOUT, TimesFile, times_path
 
 SECOND = 1_000_000
 STREAM = LogStream(0, 0, 0, 1, Path("stdout.log"))
@@ -204,7 +204,7 @@ def test_the_last_lines_of_all_together(tmp_path: Path) -> None:
 def test_of_very_many_times_the_end_is_read(tmp_path: Path, monkeypatch: object) -> None:
     from hpc_elastic.output import log_streams
 
-    raw = HEADER + b"".join(mark_line(TimeMark(0, 1, 0, number, number * SECOND)) for number in range(1, 5000))
+    raw = HEADER + b"".join(b"0 1 0 %d %d\n" % (number, number * SECOND) for number in range(1, 5000))
     times_path(tmp_path, 0).write_bytes(raw)
     monkeypatch.setattr(log_streams, "_ALL_IN_FULL", 1000)  # type: ignore[attr-defined]
     monkeypatch.setattr(log_streams, "_END", 2000)  # type: ignore[attr-defined]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent import socket_watch
-from hpc_elastic.agent.socket_watch import FIRST_SECONDS, SocketWatch, next_look
+from hpc_elastic.agent import worker_evidence
+from hpc_elastic.agent.worker_evidence import FIRST_SECONDS, SocketWatch, next_look
 from hpc_elastic.workers.sockets import network_id, parse_table, read_sockets
 from tests.rigs.fake_clock import FakeClock
 
@@ -81,8 +81,10 @@ def test_a_look_comes_soon_after_the_start_and_then_ever_more_rarely() -> None:
 
 def test_what_a_rank_had_stays_known_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = {71: frozenset({("10.0.0.7", 5001), ("10.0.0.7", 5000)}), 72: frozenset({("127.0.0.1", 6000)})}
-    monkeypatch.setattr(socket_watch, "read_sockets", lambda pids: {pid: tables[pid] for pid in pids if pid in tables})
-    monkeypatch.setattr(socket_watch, "network_id", lambda pid: f"of {pid}")
+    monkeypatch.setattr(
+        worker_evidence, "read_sockets", lambda pids: {pid: tables[pid] for pid in pids if pid in tables}
+    )
+    monkeypatch.setattr(worker_evidence, "network_id", lambda pid: f"of {pid}")
     clock = FakeClock()
     watch = SocketWatch(clock)
     assert watch.due == clock.monotonic() + FIRST_SECONDS
