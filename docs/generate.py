@@ -356,7 +356,8 @@ def events_table(module: ModuleType) -> str:
     for kind in vars(module).values():
         if not (isinstance(kind, type) and issubclass(kind, RunEvent) and kind.__module__ == module.__name__):
             continue
-        texts = [(name, words[kind.__name__].get(name, "")) for name in kind.__struct_fields__]
+        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+        texts = [(shown, words[kind.__name__].get(name, "")) for name, shown in names]
         texts = [(name, text) for name, text in texts if text or name not in COMMON_FIELDS]
         if name_of(kind) == "worker_failed":
             texts = [(name, "") for name, _ in texts[:-1]] + [

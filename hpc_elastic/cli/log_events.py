@@ -33,7 +33,7 @@ from hpc_elastic.run.agent_events import (
     SlowRankFound,
     WorkerFailed,
 )
-from hpc_elastic.run.coordinator_events import NodeLost, RestartDecided, RoundFrozen, RunClosed
+from hpc_elastic.run.coordinator_events import NodeLost, RoundFrozen, RunClosed
 from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptStarted, RequeueDecided, VerdictReached
@@ -42,7 +42,7 @@ _BAD = (
     WorkerFailed, HangFound, HangSuspected, SlowRankFound, RunSlowed, NodeLost, AgentFailed, HealthCheckFailed,
     OutputLost, EventsDropped, FilesystemRefused,
 )  # fmt: skip
-_DECISIONS = (RestartDecided, RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted)
+_DECISIONS = (RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted)
 _BATCH_NODE = -1
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from msgspec import Struct
+from msgspec import field
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.text import clean_text, cut_end
@@ -37,60 +37,32 @@ class EvidenceSource(str, Enum):
     """The agent's event alone: error.json was not written or is gone."""
 
 
-class WorkerFailure(Struct, frozen=True, kw_only=True):
-    """All texts are bounded and free of control characters."""
+class WorkerFailure(WorkerFailed, frozen=True, kw_only=True, tag=False):
+    """The event's fields, and what stands in error.json alone. All texts are bounded and free of control characters."""
 
     attempt: int = 0
     round: int = 0
     host: str = ""
     node: int = -1
-    local_rank: int = -1
-    global_rank: int = -1
-    pid: int = 0
-    exitcode: int = 1
-    """Negative for a signal, like subprocess."""
-    signal: str = ""
-    ended_ns: int = 0
-    """The agent noticed the end then, nanoseconds since the epoch by the clock of `host`: compared with other hosts
-    only within the clocks' bounds."""
-    ended_uptime_ns: int = 0
-    """The same moment by the host's clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`): what failures are
-    ordered by. 0: no agent saw it."""
-    printed_ns: int = 0
-    """The first line of its traceback came from its pipe then, by the same clock; 0: not known."""
-    stopped_ns: int = 0
-    """Its agent began to end it then, by the same clock; 0: it had ended before."""
-    is_caught: bool = False
-    """Something caught its exception and printed it: its traceback does not begin where the script does."""
-    message: str = ""
-    """``ValueError: bad batch``, or ``Signal 9 (SIGKILL) received by PID 4711``."""
+    global_rank: int = field(default=-1, name="global_rank")
     exception_type: str = ""
     traceback: str = ""
     stderr_tail: str = ""
-    fingerprint: str = ""
     category: Category = Category.WORKER
     failure_class: FailureClass = FailureClass.ROOT
-    reason: str = ""
-    retryable: bool = True
-    node_suspect: bool = False
     oom_kills: int = 0
     """The cgroup's counter rose by so much since the workers started (`cgroup.oom_kill_count`)."""
     is_nodes_oom: bool = False
     """The counter is the node's: the worker's container has a cgroup of its own."""
     core_dumped: bool = False
     stopped_by_agent: bool = False
-    waited: float = 0.0
-    """Seconds for which the other workers of the round were let go on, since it may be its node's (`contrast`)."""
-    last_step: int | None = None
-    is_shown: bool = False
-    """The job log has its traceback."""
     source: EvidenceSource = EvidenceSource.EXIT
-    error_file: str = ""
     problem: str = ""
     """A fault of the evidence: ``torn: …``; empty where there was none."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"version": codec.VERSION, **codec.to_json(self)}
+        value = codec.to_json(self)
+        return {"version": codec.VERSION, **{name: value[name] for name in _PLACE}, **value}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
@@ -103,13 +75,12 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         return cls(**{**found, **texts, **overrides})
 
     def to_event(self) -> WorkerFailed:
-        fields = {name: getattr(self, name) for name in _SHARED}
-        fields |= {"failure_class": self.failure_class.value, "category": self.category.value}
-        return WorkerFailed(**{**fields, "rank": self.global_rank, "message": self.headline})
+        fields = {name: getattr(self, name) for name in WorkerFailed.__struct_fields__}
+        return WorkerFailed(**{**fields, "message": self.headline})
 
     @classmethod
     def from_event(cls, event: WorkerFailed, **overrides: Any) -> WorkerFailure:
-        known = {**overrides, "global_rank": event.rank, "source": EvidenceSource.EVENT}
+        known = {**overrides, "global_rank": event.global_rank, "source": EvidenceSource.EVENT}
         return cls.from_json(codec.to_json(event), **known)
 
     @property
@@ -162,11 +133,11 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         )
 
 
-_SHARED = tuple(name for name in WorkerFailed.__struct_fields__ if name in WorkerFailure.__struct_fields__)
 _LOST_CONNECTION = re.compile(
     r"Connection(?:Reset|Refused|Aborted)?Error|BrokenPipeError|RemoteDisconnected|IncompleteReadError|ServerDisconnected"
     r"|\A(?:\w+\.)*EOFError|Errno (?:104|111|32)\b|[Cc]onnection (?:reset|refused|aborted|closed|lost)"
 )
+_PLACE = ("attempt", "round", "host", "node", "local_rank", "global_rank")
 _PROVOKED_NS = 500_000_000
 """A stop provokes it within that time; a worker that goes on for longer has not felt it."""
 _TEXT_LIMIT = 128 << 10

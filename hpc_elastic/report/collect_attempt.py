@@ -244,7 +244,7 @@ class AttemptBuilder(Struct):
     def _completed(self, part: RoundHistory) -> RoundHistory:
         part.lost_nodes = (*map(self._named, part.lost_nodes), *self._dead_agents(part))
         part.failures = self._without_consequences(part)
-        if part.decision is not None or not part.broken:
+        if not part.broken:
             return part
         after = self.rounds.get(part.index + 1)
         if after is not None and (after.frozen_reason or after.nodes):

@@ -21,7 +21,6 @@ from hpc_elastic.report.history import (
     NodeLoss,
     RankStatus,
     Replacement,
-    RestartRecord,
     RoundHistory,
     RoundNode,
     StackGroup,
@@ -100,7 +99,7 @@ ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
         of_coordinator.RoundOpened, of_coordinator.RoundFrozen, of_agent.RoundFinal, of_agent.WorkerFailed,
         of_coordinator.NodeLost, of_coordinator.NodeLeft, of_coordinator.NodeReplaced, of_agent.HealthCheckFailed,
         of_agent.PlatformFailure, of_agent.InProcessRestarted, of_agent.InProcessGaveUp, of_agent.WorkersStopping,
-        of_agent.WorkersSucceeded, of_agent.WorkersStopped, of_coordinator.RestartDecided, of_agent.StacksTaken,
+        of_agent.WorkersSucceeded, of_agent.WorkersStopped, of_agent.StacksTaken,
         of_agent.RanksObserved, of_agent.WorkersStarted, of_agent.HangSuspected,
         of_agent.SlowRankFound, of_agent.SlowRankEnded, of_agent.RunSlowed, of_agent.RunSlowEnded,
     }
@@ -138,7 +137,6 @@ class RoundBuilder(Struct):
     explained: tuple[int, ...] = ()
     """Nodes whose failures in the round before follow from the loss of a member."""
     restarts_used: int | None = None
-    decided_ns: int = -1
     rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
     activities: dict[int, Activity] = field(default_factory=dict)
     sockets: dict[int, Sockets] = field(default_factory=dict)
@@ -215,10 +213,6 @@ class RoundBuilder(Struct):
             case of_agent.InProcessGaveUp():
                 why = event.reason or "no reason was given"
                 self.history.in_process += (read_incident(InProcessRestart, line, event, node=node, gave_up=why),)
-            case of_coordinator.RestartDecided():
-                if when >= self.decided_ns:  # a new coordinator may have decided again: the last decision holds
-                    self.decided_ns = when
-                    self.history.decision = read_incident(RestartRecord, line, event)
             case of_agent.HangSuspected():
                 self.history.suspected_ns, self.history.suspicion = max(
                     (self.history.suspected_ns, self.history.suspicion), (when, event.reason[:_WORDS])
@@ -257,7 +251,9 @@ class RoundBuilder(Struct):
         failure = WorkerFailure.from_event(event, round=self.history.index, host=host, node=node, ended_ns=ended)
         is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
         category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
-        self.reported[event.rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
+        self.reported[failure.global_rank] = replace(
+            failure, category=category, signal=signal_name(signal_of(failure.exitcode))
+        )
 
     def _take_end(self, when: int, node: int) -> None:
         self.ended.add(node)

@@ -142,7 +142,7 @@ def _of_round(event: AgentEvent) -> str:
         case of_agent.RoundFinal():
             text = (
                 f"{_ranks(event.ranks)} of {event.world_size}, node {event.group_rank} of {event.group_world_size}, "
-                f"master {event.master}, {_restarts(event)}"
+                f"master {event.master}, {event.restarts_used} of {event.max_restarts} restarts used"
             )
         case of_agent.CheckpointChosen():
             where = "on the nodes" if event.is_local else "on the shared filesystem"
@@ -152,7 +152,7 @@ def _of_round(event: AgentEvent) -> str:
             text = f"{plural(len(event.pids), 'worker')} started{fresh}"
         case of_agent.WorkerFailed():
             how = f"{_code(event.exitcode)} ({_words(event.failure_class)})"
-            text = f"rank {event.rank} failed, {how}: {event.message}"
+            text = f"rank {event.global_rank} failed, {how}: {event.message}"
         case of_agent.WorkerReplaced():
             text = f"a fresh process ({event.pid}) takes the place of rank {event.rank}; the others stay"
         case of_agent.ReplacementRefused():
@@ -232,8 +232,6 @@ def _of_coordinator(event: CoordinatorEvent, line: EventLine) -> str:
             return f"{index}: the job is about to end; workers have {event.seconds:.0f} s to save"
         case of_coordinator.StepAgreed():
             return index
-        case of_coordinator.RestartDecided():
-            return f"{index}: {event.action}, {_restarts(event)}"
         case of_coordinator.RunClosed():
             return f"the run is closed in {index}: {_words(event.outcome)}"
     return ""
@@ -262,7 +260,3 @@ def _silence(event: of_coordinator.NodeLost | of_coordinator.SpareLost) -> str:
 
 def _to_the_end(over: bool) -> str:
     return "" if over else ", to the end"
-
-
-def _restarts(event: of_agent.RoundFinal | of_coordinator.RestartDecided) -> str:
-    return f"{event.restarts_used} of {event.max_restarts} restarts used"

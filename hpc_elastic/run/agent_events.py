@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
 from hpc_elastic.run.activities import Activity, RankSockets
 from hpc_elastic.run.event_types import AgentEvent, Seconds
@@ -158,36 +158,39 @@ class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     """A worker ended badly, or was stopped; its evidence is written."""
 
     round: int
-    rank: int
+    global_rank: int = field(name="rank")
     local_rank: int = -1
     pid: int = 0
     exitcode: int = 1
-    """negative: a signal"""
+    """Negative for a signal, like subprocess."""
     failure_class: str = "root"
     fingerprint: str = ""
     error_file: str = ""
     last_step: int | None = None
     ended_ns: int = 0
-    """when its agent saw the end; the line is written when the evidence is"""
+    """The agent noticed the end then, nanoseconds since the epoch by its host's clock: compared with other hosts only
+    within the clocks' bounds. The event is written when the evidence is."""
     ended_uptime_ns: int = 0
-    """the same by the host's clock that nobody sets"""
+    """The same moment by the host's clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`): what failures are
+    ordered by. 0: no agent saw it."""
     printed_ns: int = 0
-    """when its traceback began to come from its pipe, by the clock of `ended_ns`; 0: unknown"""
+    """The first line of its traceback came from its pipe then, by the clock of `ended_ns`; 0: not known."""
     waited: float = 0.0
-    """seconds of grace for the other workers, since the failure may be its node's"""
+    """Seconds for which the other workers of the round were let go on, since it may be its node's (`contrast`)."""
     stopped_ns: int = 0
-    """when its agent began to end it, by the same clock; 0: it had ended before"""
+    """Its agent began to end it then, by the same clock; 0: it had ended before."""
     is_caught: bool = False
-    """its exception was caught and printed: its traceback does not begin where the script does"""
+    """Something caught its exception and printed it: its traceback does not begin where the script does."""
     message: str = ""
+    """``ValueError: bad batch``, or ``Signal 9 (SIGKILL) received by PID 4711``; in the event its headline."""
     signal: str = ""
     reason: str = ""
-    """why it is of its class"""
+    """Why it is of its class."""
     category: str = "worker"
     retryable: bool = True
     node_suspect: bool = False
     is_shown: bool = False
-    """the job log has its traceback"""
+    """The job log has its traceback."""
 
 
 class WorkerReplaced(AgentEvent, frozen=True, kw_only=True):

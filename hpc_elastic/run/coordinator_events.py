@@ -151,16 +151,6 @@ class StepAgreed(CoordinatorEvent, frozen=True, kw_only=True):
     """null where no worker reports its steps"""
 
 
-class RestartDecided(CoordinatorEvent, frozen=True, kw_only=True, tag="restart_decision"):
-    """The decision after a round, in earlier versions."""
-
-    action: str = ""
-    """`restart`; `continue`: costs no restart; `close`"""
-    reason: str = ""
-    restarts_used: int | None = None
-    max_restarts: int | None = None
-
-
 class RunClosed(CoordinatorEvent, frozen=True, kw_only=True, tag="closed"):
     """No further round begins."""
 

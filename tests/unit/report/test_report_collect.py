@@ -68,18 +68,6 @@ def make_failure_read_back(builder: RunBuilder) -> object:
 TRACE = make_failure(2, at=30, exception="ValueError: bad").traceback.rstrip("\n")
 
 
-def test_a_decision_that_says_so_itself(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
-    builder.fail(make_failure(2, at=30, exitcode=3))
-    decided = {"round": 0, "action": "close", "reason": "not retryable", "restarts_used": 0, "max_restarts": 3}
-    builder.event(0, "agent", 1, 31, "restart_decision", **{**decided, "action": "restart", "reason": "old word"})
-    builder.event(0, "agent", 0, 32, "restart_decision", **decided)
-    (part,) = collect_run(builder.root).attempts[0].rounds
-    assert part.decision is not None
-    assert (part.decision.action, part.decision.reason, part.decision.max_restarts) == ("close", "not retryable", 3)
-
-
 def test_a_closed_run_is_the_decision_about_its_last_round(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.round(0, 0, at=1)
@@ -293,7 +281,7 @@ def test_half_of_the_files_missing_or_torn(builder: RunBuilder) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "name", ["round_final", "worker_failed", "node_lost", "restart_decision", "round_opened", "workers_stopped", "new"]
+    "name", ["round_final", "worker_failed", "node_lost", "round_opened", "workers_stopped", "new"]
 )
 def test_events_of_any_shape_raise_nothing(builder: RunBuilder, name: str, fields: dict[str, object]) -> None:
     builder.attempt(0)
