@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import signal
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS
-from hpc_elastic.launch.job_watch import LOOK_SECONDS, EndClaim, JobWatch
+from hpc_elastic.launch.job_watch import LOOK_SECONDS, JobWatch
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AgentEnd, Allocation
 from hpc_elastic.launch.supervisor import (
@@ -23,20 +19,12 @@ from hpc_elastic.launch.supervisor import (
     END_RESERVE,
     LAUNCH_NEWS_SECONDS,
     SILENT_SECONDS,
-    Supervisor,
 )
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run
-from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.proposals import to_event
-from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status, new_uid
+from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status
 from hpc_elastic.store.base import StoreError, StoreWipedError
-from tests.rigs.event_pairs import log_into
-from tests.rigs.rendezvous_world import World, settle_always_restarting
-from tests.rigs.specs import make_attempt
-from tests.rigs.supervisor_stage import SETTINGS, TICK, Stage
+from tests.rigs.supervisor_stage import TICK, Stage
 
 # -- who finishes the attempt
 
@@ -336,102 +324,6 @@ def test_a_store_that_does_not_answer_delays_a_restart_and_prevents_none(s: Stag
     ((node, when),) = s.agents.relaunched
     assert node == 1
     assert NEWS_SECONDS <= when - at[0] < NEWS_SECONDS + SETTLE_SECONDS + 3 * TICK
-
-
-def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> None:
-    """On polling alone: an agent that ended because the run was closed must not be started again."""
-    world = World(SETTINGS)
-    first = world.start(0)
-    world.start(1)
-    world.start(2)
-    assert world.run(world.all_running_in_one_round)
-    slow = RendezvousSettings(
-        min_nodes=2, max_nodes=3, expected_nodes=3, poll_interval=60, heartbeat_interval=60, heartbeat_ttl=300
-    )
-    clock = SystemClock()
-    info = NodeInfo(
-        uid=new_uid(99999, "supervisor", clock),
-        node=OBSERVER_NODE,
-        host="head",
-        local_world_size=0,
-        addresses=(),
-        port=0,
-    )
-
-    def participant(coordination: Coordination) -> Participant:
-        return Participant(
-            run_id="unit",
-            store=world.store,
-            info=info,
-            settings=slow,
-            decide_restart=settle_always_restarting,
-            clock=clock,
-            rng=random.Random(0),
-            listener=coordination,
-        )
-
-    class Launcher:
-        hears_all_ends = True
-
-        def __init__(self) -> None:
-            self.turn = 0
-            self.relaunched: list[int] = []
-            self.unlaunched: dict[int, str] = {}
-            self.gone = False
-
-        def launch(self) -> None:
-            pass
-
-        def relaunch(self, node: int) -> None:
-            self.relaunched.append(node)
-
-        def filenos(self) -> list[int]:
-            return []
-
-        def due(self) -> float | None:
-            return clock.monotonic() + 0.05
-
-        def take(self) -> list[AgentEnd]:
-            self.turn += 1
-            if supervisor.record is None or self.gone:
-                return []
-            for node in world.nodes:
-                node.participant.claims.report_done(0)
-            assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
-            self.gone = True
-            return [AgentEnd(node=node, code=0, detail="exit code 0") for node in (0, 1, 2)]
-
-        def running(self) -> bool:
-            return not self.gone
-
-        def last_message(self, node: int) -> str:
-            return ""
-
-        def terminate(self) -> None:
-            pass
-
-        def end(self, *, within: float) -> None:
-            pass
-
-    launcher = Launcher()
-    never = os.eventfd(0)
-    coordination = Coordination(participant, notifier=None, clock=clock)
-    supervisor = Supervisor(
-        attempt=make_attempt(nodes=("n0", "n1", "n2"), batch_host="head"),
-        launcher=launcher,
-        coordination=coordination,
-        signals=SimpleNamespace(fileno=lambda: never, take=list),  # type: ignore[arg-type]
-        events=log_into([]),  # type: ignore[arg-type]
-        clock=clock,
-        shutdown_timeout=30.0,
-        resolver=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]
-        end_claim=EndClaim(lambda: Allocation.HELD, coordination.ask, clock=clock),
-    )
-    result = supervisor.run()
-    os.close(never)
-    assert result.outcome is Outcome.SUCCEEDED
-    assert launcher.relaunched == []
-    assert first.participant.record is not None
 
 
 # -- signals
