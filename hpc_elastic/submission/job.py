@@ -15,9 +15,11 @@ from submitit.core.utils import DelayedSubmission
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import read_bytes, sole_owner
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS, job_of_run, query_job_states, silent_for
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import jobs_of
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
@@ -194,7 +196,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """Slurm's name of the state, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
         end = outcome.find_end(self._run)
         if end is not None:
-            return end.state
+            return outcome.state_of(end)
         if self.cluster != "slurm":
             if local_process.lives(self._run):
                 return "RUNNING" if self._run.begun_attempts() else "PENDING"
@@ -207,7 +209,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             return {"JobID": self.job_id, "State": self.state}
         info = dict(self.watcher.get_info(self._watched, mode=mode))
         end = outcome.find_end(self._run)
-        return info if end is None else {**info, "JobID": self.job_id, "State": end.state}
+        return info if end is None else {**info, "JobID": self.job_id, "State": outcome.state_of(end)}
 
     def done(self, force_check: bool = False) -> bool:
         """Return whether it has ended, once and for all: a job that is about to come back has not.
@@ -283,7 +285,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """Wait for the exception that `result` would raise, or None."""
         self.wait()
         end = outcome.find_end(self._run)
-        if end is not None and end.succeeded:
+        if end is not None and end.outcome == Outcome.SUCCEEDED.value:
             return None
         return self._failure(end)
 
@@ -306,19 +308,19 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
                     raise
             time.sleep(_FIRST_LOOK)
 
-    def _failure(self, end: outcome.FunctionEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
+    def _failure(self, end: StoredResult | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
         text = self._awaited_report()
         raised = outcome.read_exception(self._run)
         if not text and raised is not None:
             text = str(raised[1].get("traceback", ""))  # the process that writes the report was too slow, or is gone
         report = "\n".join(filter(None, (text, self._where())))
         error: ElasticJobFailedError | ElasticJobUncompletedError
-        if end is not None and (raised is not None or end.state == "FAILED"):
+        if end is not None and (raised is not None or outcome.state_of(end) == "FAILED"):
             if raised is not None and raised[1].get("type") == "JobNotRequeuedError":
                 report = f"{raised[1].get('message')}\n{report}"
             error = ElasticJobFailedError(job_id=self.job_id, report=report)
         else:
-            why = f"it ended as {self.state}" + (f": {end.reason}" if end is not None else "")
+            why = f"it ended as {self.state}" + (f": {end.decision}" if end is not None else "")
             error = ElasticJobUncompletedError(job_id=self.job_id, why=why, report=report)
         if raised is not None:
             error.__cause__ = as_cause(*raised)

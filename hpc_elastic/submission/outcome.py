@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from hpc_elastic.base.files import read_bytes, read_json
@@ -17,17 +16,10 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.signals import Meaning
-from hpc_elastic.run.attempt import load_newest_result
+from hpc_elastic.run.attempt import StoredResult, load_newest_result
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission.call import (
-    UnreadableObjectError,
-    newest_round,
-    ranks,
-    read_head,
-    read_object,
-    rounds,
-)
+from hpc_elastic.submission.call import UnreadableObjectError, newest_round, ranks, read_head, read_object, rounds
 
 
 class _CausedError(HpcElasticError):
@@ -78,21 +70,10 @@ def as_cause(error: BaseException | None, head: dict[str, Any]) -> BaseException
 _LONGEST_REPORT = 64 << 10
 
 
-class FunctionEnd(Struct, frozen=True, kw_only=True):
-    outcome: str
-    reason: str
-    is_out_of_time: bool = False
-    """The workers were asked to save and end because of the time limit."""
-
-    @property
-    def succeeded(self) -> bool:
-        return self.outcome == Outcome.SUCCEEDED.value
-
-    @property
-    def state(self) -> str:
-        if self.outcome == Outcome.PREEMPTED.value and self.is_out_of_time:
-            return _STATES[Outcome.TIMED_OUT.value]
-        return _STATES.get(self.outcome, "FAILED")
+def state_of(end: StoredResult) -> str:
+    """Slurm's name for a run's end."""
+    is_out_of_time = end.outcome == Outcome.PREEMPTED.value and end.notice == Meaning.LIMIT.value
+    return "TIMEOUT" if is_out_of_time else _STATES.get(end.outcome, "FAILED")
 
 
 _STATES = {
@@ -103,14 +84,10 @@ _STATES = {
 }
 
 
-def find_end(paths: RunPaths) -> FunctionEnd | None:
+def find_end(paths: RunPaths) -> StoredResult | None:
     """The run's end; None while it runs, waits, or is about to come back."""
     stored = load_newest_result(paths)
-    if stored is None or stored.action == RequeueAction.REQUEUE.value:
-        return None
-    return FunctionEnd(
-        outcome=stored.outcome, reason=stored.decision, is_out_of_time=stored.notice == Meaning.LIMIT.value
-    )
+    return None if stored is None or stored.action == RequeueAction.REQUEUE.value else stored
 
 
 def world_size(paths: RunPaths) -> int | None:

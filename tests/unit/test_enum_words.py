@@ -38,7 +38,7 @@ from hpc_elastic.run.agent_events import FilesystemRefused
 from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.coordinator_events import LinkLost
 from hpc_elastic.run.event_reader import event_line
-from hpc_elastic.submission.outcome import FunctionEnd
+from hpc_elastic.submission.outcome import state_of as state_of_end
 from tests.rigs.event_pairs import read_events
 from tests.rigs.run_builder import RunBuilder, make_failure
 
@@ -145,7 +145,7 @@ def test_every_outcome_is_rendered(outcome: Outcome, tmp_path: Path) -> None:
     assert sum(words in line for line in events) >= 2
     for value in raw_values(Outcome):
         assert value not in found["text"] + found["html"] + "\n".join([*lines, *events])
-    assert FunctionEnd(outcome=outcome.value, reason="").state
+    assert state_of_end(StoredResult(outcome=outcome.value, reason="", exit_code=1, action="end", decision=""))
 
 
 @pytest.mark.parametrize("state", RunState)

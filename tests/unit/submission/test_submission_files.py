@@ -185,7 +185,7 @@ def test_the_end_is_that_of_the_newest_attempt(run: RunPaths) -> None:
     end(run, 1, outcome="cancelled", exit_code=143)
     found = outcome.find_end(run)
     assert found is not None
-    assert (found.state, found.succeeded, found.reason) == ("CANCELLED", False, "why")
+    assert (outcome.state_of(found), found.decision) == ("CANCELLED", "why")
 
 
 def test_results_are_those_of_the_last_round(run: RunPaths) -> None:
