@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hpc_elastic.failures.classify import (
-    CATEGORY_TABLE,
     Classification,
     category_of,
     classify,
@@ -40,9 +39,7 @@ CASES = json.loads((DATA / "expected.json").read_text())
 
 
 def describe(name: str, exitcode: int, tmp_path: Path) -> WorkerFailure:
-    facts = WorkerFailure(
-        attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=0, pid=9, exitcode=exitcode, ended_ns=1
-    )
+    facts = WorkerFailure(exitcode=exitcode, ended_ns=1)
     return describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=DATA / name)
 
 
@@ -63,9 +60,7 @@ def test_real_words_after_an_hour_of_training(case: dict[str, Any], tmp_path: Pa
         text += f"Fatal Python error: Aborted\n\n{thread * 40}"
     log = tmp_path / "stderr.log"
     log.write_text(text)
-    facts = WorkerFailure(
-        attempt=0, round=0, host="", node=0, local_rank=0, global_rank=0, pid=9, exitcode=case["exitcode"], ended_ns=1
-    )
+    facts = WorkerFailure(exitcode=case["exitcode"], ended_ns=1)
     failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=log)
     assert case["reason"] in failure.reason
     assert failure.failure_class == case["failure_class"]
@@ -162,9 +157,7 @@ def test_how_torchs_second_nccl_group_ends_a_process(due_to: str, says: str, tmp
     """By abort(), without an exception; torch's c10d/nccl2, which ``nccl`` stands for after 2.13."""
     log = tmp_path / "stderr.log"
     log.write_text(f"[rank1]:[E1122 10:00:00.123 ProcessGroupNCCL.cpp:1] Aborting process on rank 1 due to {due_to}\n")
-    facts = WorkerFailure(
-        attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=1, pid=9, exitcode=-6, ended_ns=1
-    )
+    facts = WorkerFailure(exitcode=-6, ended_ns=1)
     failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=log)
     assert says in failure.reason
     assert failure.failure_class == ("root" if "cuda" in due_to else "symptom")
@@ -393,6 +386,7 @@ def test_a_wrong_call_is_the_users_input(exitcode: int, stderr: str) -> None:
         (1, "Usage: c.py [OPTIONS]\n\nError: the loss diverged"),
         (3, "FATAL Flags parsing error: Unknown command line flag 'rl'"),
         (2, "Usage: 80 %\nepoch 3 done"),
+        (2, "loss 0.2"),
     ],
 )
 def test_what_only_looks_like_a_wrong_call_is_retried(exitcode: int, stderr: str) -> None:
@@ -402,22 +396,13 @@ def test_what_only_looks_like_a_wrong_call_is_retried(exitcode: int, stderr: str
     )
 
 
-def test_exit_code_2_alone_says_nothing() -> None:
-    assert classify(WorkerFailure(exitcode=2), stderr_tail="loss 0.2").retryable
-
-
-@pytest.mark.parametrize("failure_class", list(FailureClass))
-def test_93_is_never_retried(failure_class: FailureClass) -> None:
-    assert category_of(failure_class, 93, wrong_call=False) == (Category.WORKER, False)
-
-
-def test_the_table_answers_every_question() -> None:
-    assert CATEGORY_TABLE[-1][:3] == (None, frozenset(), None)
+def test_nothing_but_input_and_93_is_never_retried() -> None:
     for failure_class in FailureClass:
         for exitcode in range(-64, 256):
             for wrong_call in (True, False):
                 category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
                 assert retryable or category is Category.INPUT or exitcode == 93
+        assert category_of(failure_class, 93, wrong_call=True) == (Category.WORKER, False)
 
 
 @pytest.mark.parametrize(
@@ -425,10 +410,7 @@ def test_the_table_answers_every_question() -> None:
 )
 def test_signal_of(exitcode: int, number: int) -> None:
     assert signal_of(exitcode) == number
-
-
-def test_signal_name() -> None:
-    assert [signal_name(number) for number in (11, 0, 63)] == ["SIGSEGV", "", "signal 63"]
+    assert signal_name(number) == {11: "SIGSEGV", 9: "SIGKILL", 15: "SIGTERM", 0: "", 40: "signal 40"}[number]
 
 
 _BOX = "╭─ {title} ─────────╮\n{text}\n╰───────────────────╯\n"

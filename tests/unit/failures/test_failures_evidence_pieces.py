@@ -24,9 +24,7 @@ def _describe(folder: Path, pieces: list[str]) -> WorkerFailure:
     for number, text in enumerate(pieces[:-1]):
         piece_path(path, number).write_text(text)
     path.write_text(pieces[-1])
-    facts = WorkerFailure(
-        attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=1, ended_ns=1
-    )
+    facts = WorkerFailure(exitcode=1, ended_ns=1)
     return describe_failure(facts=facts, error_file=folder / "error.json", stderr_log=path)
 
 
@@ -82,9 +80,7 @@ def test_the_end_of_stderr_is_what_stands_beside_the_words_of_the_failure(tmp_pa
     exitcode, words = _ENDINGS[name]
     path = tmp_path / "stderr.log"
     path.write_text("loss 0.2\n" * 100 + "the last words\n" + words)
-    facts = WorkerFailure(
-        attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=exitcode, ended_ns=1
-    )
+    facts = WorkerFailure(exitcode=exitcode, ended_ns=1)
     failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=path)
     assert failure.traceback
     assert failure.stderr_tail.split("\n") == ["loss 0.2"] * 19 + ["the last words"]

@@ -25,12 +25,7 @@ SECONDS = 1_795_263_000
 CASES: dict[str, tuple[str, str, tuple[str, ...], int | None]] = {
     "plain": ("ValueError: bad batch 17", "ValueError", ("in step", "bad batch {n}"), None),
     "chained": ("RuntimeError: no data\nin two lines", "RuntimeError", ("KeyError: 'shard'", "direct cause"), None),
-    "group": (
-        "ExceptionGroup: two (2 sub-exceptions)",
-        "ExceptionGroup",
-        ("| ValueError: a", "| KeyError: 'b'"),
-        None,
-    ),
+    "group": ("ExceptionGroup: two (2 sub-exceptions)", "ExceptionGroup", ("| ValueError: a", "| KeyError: 'b'"), None),
     "unicode": ("ValueError: Größe 日本 🙂 ? red end", "ValueError", ("Größe 日本 🙂",), None),
     "no-message": ("AssertionError: ", "AssertionError", ("AssertionError",), None),
     "passed-on": ("ZeroDivisionError: division by zero", "ZeroDivisionError", ("in main",), -11),
@@ -91,9 +86,7 @@ def test_it_is_classed_and_completed(version: str, case: str, tmp_path: Path) ->
 
 
 def _facts() -> WorkerFailure:
-    return WorkerFailure(
-        attempt=0, round=0, host="", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0
-    )
+    return WorkerFailure(exitcode=1, ended_ns=1)
 
 
 def test_the_same_failure_has_the_same_name_whichever_version_wrote_it() -> None:
