@@ -51,28 +51,14 @@ _CRASHES = frozenset(
 _SENT_BY_AGENT = frozenset({signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGINT})
 _END_REQUESTED_TYPES = frozenset({"", "SystemExit", "KeyboardInterrupt"})
 
-_ANY_CODE: frozenset[int] = frozenset()
-
-# Class and exit code → category and whether another start may help; the first row that fits holds.
-# (class or None, exit codes or any, looks like a wrong call) → (category, retryable)
-CATEGORY_TABLE: tuple[tuple[FailureClass | None, frozenset[int], bool | None, Category, bool], ...] = (
-    (None, frozenset({NOT_RETRYABLE_EXIT_CODE}), None, Category.WORKER, False),
-    (FailureClass.INFRASTRUCTURE, _ANY_CODE, None, Category.INFRASTRUCTURE, True),
-    (FailureClass.STOPPED_BY_US, _ANY_CODE, None, Category.WORKER, True),
-    (FailureClass.SYMPTOM, _ANY_CODE, None, Category.WORKER, True),
-    (FailureClass.ROOT, frozenset({126, 127}), None, Category.INPUT, False),
-    (FailureClass.ROOT, _ANY_CODE, True, Category.INPUT, False),
-    (None, _ANY_CODE, None, Category.WORKER, True),
-)
-
 
 def category_of(failure_class: FailureClass, exitcode: int, *, wrong_call: bool) -> tuple[Category, bool]:
-    for row_class, codes, row_wrong_call, category, retryable in CATEGORY_TABLE:
-        if row_class not in (None, failure_class) or (codes and exitcode not in codes):
-            continue
-        if row_wrong_call in (None, wrong_call):
-            return category, retryable
-    raise AssertionError("the table's last row fits everything")
+    """Decide by class and exit code who has to do something, and whether another start may help."""
+    if exitcode == NOT_RETRYABLE_EXIT_CODE:
+        return Category.WORKER, False
+    if failure_class is FailureClass.ROOT and (wrong_call or exitcode in (126, 127)):
+        return Category.INPUT, False
+    return Category.INFRASTRUCTURE if failure_class is FailureClass.INFRASTRUCTURE else Category.WORKER, True
 
 
 def signal_of(exitcode: int) -> int:

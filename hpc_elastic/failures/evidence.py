@@ -11,19 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from hpc_elastic.base.host_facts import overcommits_memory, total_memory
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import FROM_ITSELF, FROM_SLURM, classify, signal_name, signal_of
 from hpc_elastic.failures.decorated import undecorate
-from hpc_elastic.failures.error_file import (
-    OWN_KEY,
-    ErrorFile,
-    error_data,
-    read_error_file,
-    write_error_data,
-)
+from hpc_elastic.failures.error_file import OWN_KEY, ErrorFile, error_data, read_error_file, write_error_data
 from hpc_elastic.failures.explanation import find_explanation, find_uncaught, reaches_top
 from hpc_elastic.failures.failure_text import FailureText, RaisedException, TextKind, fingerprint, summary_line
 from hpc_elastic.failures.origin import (
@@ -372,14 +366,10 @@ def _build(
             signal=signal_name(number),
             is_said=found is not None and found.kind is TextKind.LINES,
         ),
-        category=kind.category,
-        failure_class=kind.failure_class,
-        reason=kind.reason,
-        retryable=kind.retryable,
-        node_suspect=kind.node_suspect,
         source=source,
         error_file=error_file,
         problem=problem,
+        **asdict(kind),
     )
 
 

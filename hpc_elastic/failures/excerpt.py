@@ -11,7 +11,7 @@ import re
 from msgspec import Struct
 
 from hpc_elastic.base.text import clean_lines
-from hpc_elastic.failures.failure_text import Frame, user_frames
+from hpc_elastic.failures.failure_text import CONNECTORS, HEADER, Frame, user_frames
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 _REPEATS = 3
@@ -20,12 +20,7 @@ _STACK_WANTED = 12
 _MESSAGE_LEAST = 3
 _MOST_FRAME_LINES = 2
 _SHOW_ALL = "(--all shows them)"
-_TITLE = "Traceback (most recent call last):"
 _FIRST_CALL_FIRST = "(most recent call first):"
-_CONNECTORS = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
 _FRAME = re.compile(r'(?:\s*\| )*\s*File "([^"]+)", line (\d+)(?:,? in (.*))?')
 
 
@@ -54,7 +49,7 @@ def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = N
     """
     if failure.traceback:
         body = clean_lines(failure.traceback)
-        title = body.pop(0) if body and body[0] == _TITLE else ""
+        title = body.pop(0) if body and body[0] == HEADER else ""
         return Excerpt(name="traceback", title=title, lines=tuple(_shortened(failure, body, most)))
     if failure.stderr_tail:
         body = fold_repeats(clean_lines(failure.stderr_tail))
@@ -96,7 +91,7 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
 
 def _with_its_first(body: list[str], room: int) -> list[str]:
     """The end of a chain, and above it what it began with: the user's line, and the exception. Empty: no room."""
-    end = next(at for at, line in enumerate(body) if line.strip() in _CONNECTORS)
+    end = next(at for at, line in enumerate(body) if line.strip() in CONNECTORS)
     while end > 1 and not body[end - 1].strip():
         end -= 1
     mine = _user_lines(body[:end])
@@ -134,26 +129,20 @@ def _end_of(body: list[str], room: int) -> list[str]:
 
 
 def _without_long_message(failure: WorkerFailure, body: list[str], room: int) -> list[str]:
-    message = _message_lines(failure)
+    traceback, text, message = failure.traceback.rstrip("\n"), failure.message.rstrip("\n"), 0
+    if traceback and text and HEADER not in text:  # else it quotes another's traceback
+        first = traceback.split("\n")[-text.count("\n") - 1 :][0]
+        is_at_end = first.rstrip().endswith(text.split("\n", 1)[0].rstrip()[-60:])
+        message = text.count("\n") + 1 if is_at_end else 0
     kept = min(message, max(_MESSAGE_LEAST, room - _STACK_WANTED))
     if message - kept > 1 and room > _MESSAGE_LEAST:
         return [*body[: len(body) - message + kept], f"... {message - kept} more lines {_SHOW_ALL}"]
     return body
 
 
-def _message_lines(failure: WorkerFailure) -> int:
-    """How many lines at the traceback's end are the exception's message; 0 where it quotes another's traceback."""
-    body, message = failure.traceback.rstrip("\n"), failure.message.rstrip("\n")
-    if not body or "Traceback (most recent call last):" in message:
-        return 0
-    lines = message.count("\n")
-    first = body.split("\n")[-lines - 1 :][0]
-    return lines + 1 if message and first.rstrip().endswith(message.split("\n", 1)[0].rstrip()[-60:]) else 0
-
-
 def _block(failure: WorkerFailure, body: list[str]) -> tuple[int, int]:
     """The lines of the exception that is the failure's, of several in a chain: `body` from the one to the other."""
-    starts = [0, *(at + 1 for at, line in enumerate(body) if line.strip() in _CONNECTORS)]
+    starts = [0, *(at + 1 for at, line in enumerate(body) if line.strip() in CONNECTORS)]
     ends = [*(at - 1 for at in starts[1:]), len(body)]
     name = failure.exception_type.rsplit(".", 1)[-1]
     words = failure.headline.partition(": ")[2][:40]

@@ -90,6 +90,10 @@ class FailureText(RaisedException, frozen=True, kw_only=True):
 
 
 HEADER = "Traceback (most recent call last):"
+CONNECTORS = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
 _LIMIT = 1000
 _CONTINUES = re.compile(r"Traceback \(most recent call last\):|\A: |^  File \".*\", line \d+, in ", re.MULTILINE)
 """A message whose cause stands below its first line: a traceback, with or without its header, or Py4J's exception."""

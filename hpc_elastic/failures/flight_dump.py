@@ -180,19 +180,13 @@ def dump_of(rank: int, tail: FlightTail, members: RangeReader) -> RankDump:
 def dumps_of(tails: Mapping[int, FlightTail]) -> list[RankDump]:
     """Make the dumps again. Beside dumps, what a watchdog printed has numbers alone, and no types to compare."""
     has_dump = any(not tail.is_of_words for tail in tails.values())
-    members = RangeReader(most=_MOST_RANKS)
-    return [
-        dump_of(rank, _without_names(tail) if has_dump and tail.is_of_words else tail, members)
-        for rank, tail in tails.items()
-    ]
-
-
-def _without_names(tail: FlightTail) -> FlightTail:
-    calls = (
-        AwaitedCall(name="", group=call.group, description=call.description, backend=call.backend)
-        for call in tail.calls
-    )
-    return replace(tail, calls=tuple(calls))
+    members, found = RangeReader(most=_MOST_RANKS), []
+    for rank, tail in tails.items():
+        if has_dump and tail.is_of_words:
+            calls = (replace(call, name="", inputs=(), outputs=(), types=(), peers=None) for call in tail.calls)
+            tail = replace(tail, calls=tuple(calls))
+        found.append(dump_of(rank, tail, members))
+    return found
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -389,6 +383,7 @@ _MOST_SEEN = 4096
 def _call(profiling_name: object, group: object, inputs: object, outputs: object, types: object) -> AwaitedCall:
     backend, _, name = _text(profiling_name).rpartition(":")
     parts = [_text(part) for part in group] if isinstance(group, list | tuple) else [_text(group)]
+    named = types if isinstance(types, list | tuple) else [types] if isinstance(types, str) and types else ()
     found = _P2P.match(name)
     peers = None
     if found is not None and found[2] is not None:
@@ -401,7 +396,7 @@ def _call(profiling_name: object, group: object, inputs: object, outputs: object
         backend=backend,
         inputs=_shapes(inputs),
         outputs=_shapes(outputs),
-        types=_kinds(types),
+        types=tuple(map(_text, named)),
         peers=peers,
     )
 
@@ -437,11 +432,6 @@ def _number(value: object) -> int:
 def _shapes(sizes: object) -> tuple[tuple[int, ...], ...]:
     shapes = sizes if isinstance(sizes, list | tuple) else ()
     return tuple(tuple(map(_number, each if isinstance(each, list | tuple) else (each,))) for each in shapes)
-
-
-def _kinds(types: object) -> tuple[str, ...]:
-    named = types if isinstance(types, list | tuple) else [types] if isinstance(types, str) and types else ()
-    return tuple(map(_text, named))
 
 
 def _members(config: object) -> Iterable[tuple[str, tuple[int, ...]]]:

@@ -148,7 +148,7 @@ TO_ALL = frozenset({"all_to_all", "all_to_all_single", "alltoall"})
 
 
 def differing(group: ProcessGroup) -> list[FlightSuspect]:
-    """The ranks whose call differs from the others', at the first number at which any does."""
+    """The ranks whose call differs from most others' (or all), at the first number at which any does."""
     if group.reached < 0 or len(group.tracks) < 2:
         return []
     for number in (*_first_difference(group), group.reached):
@@ -156,7 +156,9 @@ def differing(group: ProcessGroup) -> list[FlightSuspect]:
         for kind, key in ((Reason.OTHER_COLLECTIVE, attrgetter("name")), (Reason.OTHER_SIZE, _size_of)):
             values = {rank: key(call) for rank, call in calls.items()}
             if len(set(values.values())) > 1:
-                return [_other(group, rank, number, calls, values, kind) for rank in _odd(values)]
+                most, count = Counter(values.values()).most_common(1)[0]
+                odd = sorted(rank for rank, value in values.items() if value != most or 2 * count <= len(values))
+                return [_other(group, rank, number, calls, values, kind) for rank in odd]
     return []
 
 
@@ -220,9 +222,3 @@ def _size_of(call: AwaitedCall) -> object:
     if name not in _BY_INPUT and name not in _BY_BOTH:
         return ()
     return numel_of(call)[: 2 if name in _BY_BOTH else 1], call.types[:1]
-
-
-def _odd(values: Mapping[int, object]) -> list[int]:
-    """The ranks that have another value than most; all where there is no majority."""
-    most, count = Counter(values.values()).most_common(1)[0]
-    return sorted(rank for rank, value in values.items() if value != most or 2 * count <= len(values))

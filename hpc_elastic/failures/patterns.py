@@ -246,6 +246,9 @@ XIDS: dict[int, tuple[FailureClass, bool, str]] = {
 is suspect, what happened. Others are the driver's word for something that failed, and no more."""
 
 
+_OTHER_XID = (_INFRASTRUCTURE, False, "an error of the GPU or its driver")
+
+
 def find_pattern(text: str, accept: Callable[[FailurePattern, str], bool] | None = None) -> FailurePattern | None:
     """Find a text's most telling Xid, else the first row of `PATTERNS` that fits.
 
@@ -253,11 +256,13 @@ def find_pattern(text: str, accept: Callable[[FailurePattern, str], bool] | None
     """
     lowered = text.lower()
     if "xid (" in lowered:
-        found = [_xid_pattern(int(match[1])) for match in _XID.finditer(lowered)]
+        numbers = [int(match[1]) for match in _XID.finditer(lowered)]
         for wanted in (_INFRASTRUCTURE, _ROOT, _SYMPTOM):
-            for words in found:
-                if words.failure_class is wanted:
-                    return words
+            for number in numbers:
+                kind, is_suspect, what = XIDS.get(number, _OTHER_XID)
+                if kind is wanted:
+                    says = f"the GPU driver reported Xid {number}: {what}"
+                    return FailurePattern(kind, says, (), node_suspect=is_suspect)
     for row in PATTERNS:
         for pattern in row.any_of:
             if pattern.partition("*")[0] not in lowered:
@@ -270,11 +275,6 @@ def find_pattern(text: str, accept: Callable[[FailurePattern, str], bool] | None
 def symptom_kind(says: str) -> str:
     """Name what a symptom shows, whatever its wording: equal for those that one event may cause side by side."""
     return LOST_PEER if says in ONE_LOSS else says
-
-
-def _xid_pattern(number: int) -> FailurePattern:
-    failure_class, node_suspect, what = XIDS.get(number, (_INFRASTRUCTURE, False, "an error of the GPU or its driver"))
-    return FailurePattern(failure_class, f"the GPU driver reported Xid {number}: {what}", (), node_suspect=node_suspect)
 
 
 def _lines_with(pattern: str, text: str) -> Iterator[str]:

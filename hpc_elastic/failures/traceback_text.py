@@ -18,6 +18,7 @@ from hpc_elastic.base.text import clean_text, cut_end, cut_middle
 from hpc_elastic.failures.decorated import INSIDE, TITLE, plain_tracebacks
 from hpc_elastic.failures.failure_text import (
     CAUSE_LIMIT,
+    CONNECTORS,
     HEADER,
     MESSAGE_LIMIT,
     QUOTED_HEADER,
@@ -39,10 +40,6 @@ _CLASS_LINE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?::|\Z)")
 _MOST_BETWEEN = 20
 _SYNTAX_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
 _TOP_FILES = ("<frozen runpy>", "/runpy.py", "/hpc_elastic/failures/error_handler.py")
-_CONNECTORS = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
 # What stands before a traceback that did not end the process.
 _NOT_THE_END = ("Exception ignored", "--- Logging error ---", "Exception in callback", "Error in ")
 _OTHER_THREAD = ("Exception in thread ", "Task exception was never retrieved", "Future exception was never retrieved")
@@ -97,7 +94,7 @@ def find_cut_off(text: str) -> FailureText | None:
         return None
     start = starts[-1]
     frames, source, caller = _frames(lines[start + 1 :])
-    if not frames or _line_before(lines, start).startswith((*_NOT_THE_END, *_OTHER_THREAD, *_CONNECTORS)):
+    if not frames or _line_before(lines, start).startswith((*_NOT_THE_END, *_OTHER_THREAD, *CONNECTORS)):
         return None
     place = f"{os.path.basename(frames[-1].file)}:{frames[-1].line} {frames[-1].function}"
     return FailureText(
@@ -181,7 +178,7 @@ def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
             index = max(at, index + 1)
             continue
         previous = _line_before(lines, index)
-        chained = bool(blocks) and previous in _CONNECTORS
+        chained = bool(blocks) and previous in CONNECTORS
         if chained:
             rank = blocks[-1].rank
         elif previous.startswith(_NOT_THE_END):
@@ -241,7 +238,7 @@ def _quotes_on(lines: list[str], at: int, *, first: int, inside: bool) -> bool:
     before = _line_before(lines, at)
     if not inside and not before.endswith(":") and before != lines[first].strip():
         return False
-    if lines[at] in _CONNECTORS and inside:
+    if lines[at] in CONNECTORS and inside:
         at = next((later for later in range(at + 1, len(lines)) if lines[later].strip()), at)
     if lines[at] != HEADER or at + 1 == len(lines) or not _FRAME.match(lines[at + 1]) or _is_top(lines[at + 1]):
         return False
@@ -265,7 +262,7 @@ def _message_end(lines: list[str], prefixed: list[bool], at: int, *, quotes: boo
             inside = True
             end += 1
             continue
-        if line in _CONNECTORS or _NOT_MESSAGE.match(line) or line.lstrip() == _GROUP_HEADER:
+        if line in CONNECTORS or _NOT_MESSAGE.match(line) or line.lstrip() == _GROUP_HEADER:
             break
         if line.endswith(_LAST) and _begins_traceback(lines, end):
             break
@@ -281,7 +278,7 @@ def _from_block(lines: list[str], prefixed: list[bool], blocks: list[_Block], in
     earlier = list(_quoted_exceptions(lines, block, last))
     first = index
     while blocks[first].chained:
-        while_handling = _line_before(lines, blocks[first].start) == _CONNECTORS[0]
+        while_handling = _line_before(lines, blocks[first].start) == CONNECTORS[0]
         first -= 1
         raised = _raised(lines, blocks[first], while_handling=while_handling)
         earlier += [raised, *_quoted_exceptions(lines, blocks[first], raised)]
@@ -341,7 +338,7 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
         end = next((end for end, line in enumerate(body) if line.strip() and not line.startswith("  ")), len(body))
         if end == len(body) or not _is_exception_line(body, end):
             continue
-        until = next((later for later, line in enumerate(body) if line in _CONNECTORS), len(body))
+        until = next((later for later, line in enumerate(body) if line in CONNECTORS), len(body))
         exception_type, text = _split_exception(body[end:until])
         frames, source, _ = _frames(body[:end])
         quoted = RaisedException(
@@ -352,7 +349,7 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
             rank=int(match[1]) if match[1] else None,
             is_quoted=True,
         )
-        if _line_before(message, at) not in _CONNECTORS:
+        if _line_before(message, at) not in CONNECTORS:
             first = len(found)
         found.insert(first, quoted)
     yield from found

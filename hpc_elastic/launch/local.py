@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,10 +82,8 @@ def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) ->
 
 
 def _write(fd: int, message: bytes) -> None:
-    try:
+    with suppress(OSError):  # the front was killed
         os.write(fd, message)
-    except OSError:
-        pass  # the front was killed
 
 
 class _Front:
@@ -99,25 +98,20 @@ class _Front:
         self._dead_since: float | None = None
         self._signals = SignalQueue([*linux.not_ignored(RELAYED), signal.SIGCHLD])
 
-    def _relay(self, number: signal.Signals) -> None:
-        try:
-            linux.relay_signal(self._child, number, sender=self._signals.sender_pid(number))
-        except ProcessLookupError:
-            return
-        if number in _ENDING and self._asked is None:
-            self._asked = (time.monotonic(), number)
-        self._interrupts += number is signal.SIGINT
-
     def wait(self) -> int:
         while True:
-            status = self._status()
-            if status is not None:
+            if (status := self._status()) is not None:
                 return status
             watched = [self._signals.fileno(), *([self._pipe] if self._pipe >= 0 else [])]
             ready = wait_readable(watched, self._patience())
             for number in self._signals.take():
-                if number is not signal.SIGCHLD:
-                    self._relay(number)
+                if number is signal.SIGCHLD:
+                    continue
+                with suppress(ProcessLookupError):
+                    linux.relay_signal(self._child, number, sender=self._signals.sender_pid(number))
+                if number in _ENDING and self._asked is None:
+                    self._asked = (time.monotonic(), number)
+                self._interrupts += number is signal.SIGINT
             if self._pipe in ready:
                 self._hear()
 
@@ -240,6 +234,8 @@ def _closing() -> list[tuple[int, int]]:
 class LocalLauncher:
     """One `AgentProcess` per node: a terminal's Ctrl-C reaches the supervisor alone. For the main thread."""
 
+    hears_all_ends = True  # they are our children
+
     def __init__(
         self,
         nodes: int,
@@ -263,10 +259,6 @@ class LocalLauncher:
     def launch(self) -> None:
         for node in range(self._nodes):
             self.relaunch(node)
-
-    @property
-    def hears_all_ends(self) -> bool:
-        return True  # they are our children
 
     def relaunch(self, node: int) -> None:
         try:

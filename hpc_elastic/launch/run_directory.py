@@ -88,7 +88,7 @@ def make_runs_dir(runs_dir: Path) -> tuple[Path, ...]:
     runs = Path(os.path.abspath(runs_dir))
     made: list[Path] = []
     try:
-        for folder in _missing(runs):
+        for folder in reversed([above for above in (runs, *runs.parents) if not os.path.lexists(above)]):
             try:
                 os.mkdir(folder, 0o700)
             except FileExistsError:
@@ -125,14 +125,6 @@ def why_not_shared(path: Path, *, mountinfo: str = "/proc/self/mountinfo") -> st
             return f"{place} is local to each node"
     kind = filesystem_type(real, mountinfo=mountinfo)
     return f"it is on {kind}, in the memory of this machine" if kind in _LOCAL_TYPES else None
-
-
-def _missing(folder: Path) -> list[Path]:
-    missing: list[Path] = []
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = folder.parent
-    return missing[::-1]
 
 
 def _check_runs_dir(runs: Path) -> None:
@@ -305,9 +297,10 @@ def earlier_run(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping
         except (OSError, UnsafePathError, UnreadableRunError):
             continue
         same = (before.entrypoint, before.cwd, before.cluster) == (spec.entrypoint, spec.cwd, spec.cluster)
-        attempts = _attempts_of(paths, job) if same else []
-        if attempts:
-            result = load_result(paths.attempt(attempts[-1].number).result_json)
+        attempts = [info for begun in paths.begun_attempts() if (info := read_attempt(begun)) is not None]
+        own = [info for info in attempts if info.job_id == job.requeue_id and info.restart_count < job.restart_count]
+        if same and own:
+            result = load_result(paths.attempt(own[-1].number).result_json)
             if result is None or result.exit_code == ExitCode.REQUEUED:
                 return paths.root
             found.append(paths.root)
@@ -326,12 +319,3 @@ def _candidates(job: JobEnvironment, runs_dir: Path, env: Mapping[str, str]) -> 
     for name in names[:_MOST]:
         if runs_dir / name not in seen and not name.startswith("."):
             yield RunPaths(runs_dir / name)
-
-
-def _attempts_of(paths: RunPaths, job: JobEnvironment) -> list[AttemptInfo]:
-    found = []
-    for begun in paths.begun_attempts():
-        attempt = read_attempt(begun)
-        if attempt and attempt.job_id == job.requeue_id and attempt.restart_count < job.restart_count:
-            found.append(attempt)
-    return found

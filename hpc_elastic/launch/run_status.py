@@ -179,7 +179,11 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         known["preload"] = load_preload(paths.preload)
     known["job_log"] = _job_log(paths, spec, known.get("job_id"))
     if looks_at_output and record is None and state is RunState.MEETING:
-        known["opened_because"] = _why_no_step(known["job_log"])
+        with suppress(OSError, UnsafePathError):
+            log = read_bytes(Path(known["job_log"]), limit=_LARGEST_RECORD).decode("utf-8", "replace").splitlines()
+            said = next((line for line in reversed(log[-_LAST_LINES:]) if line.startswith("srun: ")), "")
+            # srun's line about the agents' step, while it waits for Slurm to make it.
+            known["opened_because"] = said if "step creation" in said else ""
     if record is not None and record.round >= 0:
         logs = attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log"
         known["rank_logs"] = str(attempt.output if attempt.records.exists() else logs)
@@ -188,16 +192,6 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         if looks_at_output and known["steps"] is None and state in (RunState.UP, RunState.SAVING):
             known["output"] = read_output(attempt, record, now_ns=clock.time_ns())
     return RunStatus(**known, state=state, problem=problem)
-
-
-def _why_no_step(job_log: str) -> str:
-    """srun's line about the agents' step, while it waits for Slurm to make it; else empty."""
-    try:
-        lines = read_bytes(Path(job_log), limit=_LARGEST_RECORD).decode("utf-8", "replace").splitlines()
-    except (OSError, UnsafePathError):
-        return ""
-    said = next((line for line in reversed(lines[-_LAST_LINES:]) if line.startswith("srun: ")), "")
-    return said if "step creation" in said else ""
 
 
 def _job_log(paths: RunPaths, spec: RunSpec | None, job_id: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.self_command import own_command
+from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
@@ -38,12 +38,7 @@ def describe_code(code: int | None) -> str:
     """``exit code 3``, ``SIGKILL``, or ``unknown``."""
     if code is None:
         return "unknown"
-    if code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"
+    return signal_name(-code) if code < 0 else f"exit code {code}"
 
 
 def agent_command(paths: RunPaths, attempt: int, *arguments: str) -> list[str]:

@@ -107,6 +107,7 @@ class _Step:
 class SlurmLauncher(Struct, eq=False):
     """The step of all agents, and a step of its own for each that is started again."""
 
+    hears_all_ends = False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
     nodes: Sequence[str]
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -141,10 +142,6 @@ class SlurmLauncher(Struct, eq=False):
         names = {self.nodes[node] for node in wanted}
         left_out = [name for name in self.allocated or self.nodes if name not in names]
         self._start(srun_agents(len(wanted), self.command, exclude=left_out, extra=self.extra), wanted)
-
-    @property
-    def hears_all_ends(self) -> bool:
-        return False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
 
     def relaunch(self, node: int) -> None:
         self._start(srun_agents(1, self.command, where=[self.nodes[node]], extra=self.extra), {node})

@@ -23,7 +23,7 @@ from typing import NoReturn
 from msgspec import Struct
 
 from hpc_elastic.base.codec import from_json, to_json
-from hpc_elastic.base.host_facts import files_written_by
+from hpc_elastic.base.host_facts import files_written_by, kernel_fields
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, folders_below
@@ -70,7 +70,8 @@ class Injector:
         proc = next((proc for proc in self.processes() if proc.pid == pid), None)
         if proc is None:
             raise NotNow(f"process {pid} is gone")
-        if number >= signal.SIGRTMIN and not _handles(pid, number):
+        caught = int(kernel_fields(f"/proc/{pid}/status").get("SigCgt", "0"), 16)
+        if number >= signal.SIGRTMIN and not caught >> (number - 1) & 1:
             raise NotNow("it needs a worker in Python that was started by rehearse")
         now = time.time()
         if tree.kill_safely(proc, number) is not tree.Delivery.SENT:
@@ -93,7 +94,9 @@ class Injector:
             while time.monotonic() < until:
                 signal_all(workers, signal.SIGSTOP)
                 until_stopped = time.monotonic() + _STOP_SECONDS  # a process runs on for a moment after the signal
-                while time.monotonic() < until_stopped and any(_runs(proc.pid) for proc in workers):
+                while time.monotonic() < until_stopped and any(
+                    (seen := tree.look_at(proc.pid)) is not None and seen.state in ("R", "S") for proc in workers
+                ):
                     time.sleep(1e-4)
                 writes.add_folders()
                 workers = self.processes(names=(TAG_VARIABLE,))
@@ -152,20 +155,6 @@ def signal_all(processes: Sequence[Proc], number: int) -> float:
     for proc in processes:
         tree.kill_safely(proc, number)
     return now
-
-
-def _runs(pid: int) -> bool:
-    proc = tree.look_at(pid)
-    return proc is not None and proc.state in ("R", "S")
-
-
-def _handles(pid: int, number: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt:"))
-    except (OSError, StopIteration):
-        return False
-    return bool(caught >> (number - 1) & 1)
 
 
 class _Answer(Struct, frozen=True, kw_only=True):

@@ -66,23 +66,27 @@ class SavedFiles:
             return False
         found = False
         self._names.seconds = max(self._names.seconds, now - self._began)
-        for path, info in _files_below(self._folders):
-            before = self._seen.get(path)
-            if before is not None and _signs(before) == _signs(info):
-                continue
-            self._seen[path] = info
-            if (name := self._name_of(path)) is not None:
-                self._note(name, info, before, now - self._first.setdefault(path, now))
-                found |= self._names.is_checkpoint(name)
+        for entry in (one for _, entries in folders_below(self._folders) for one in entries):
+            with suppress(OSError):  # renamed meanwhile
+                if entry.is_file(follow_symlinks=False):
+                    found |= self._look_at(Path(entry.path), entry.stat(follow_symlinks=False), now)
         self._next = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
         return found
 
-    def _note(self, name: str, info: os.stat_result, before: os.stat_result | None, age: float) -> None:
+    def _look_at(self, path: Path, info: os.stat_result, now: float) -> bool:
+        before, name = self._seen.get(path), self._name_of(path)
+        if before is not None and _signs(before) == _signs(info):
+            return False
+        self._seen[path] = info
+        if name is None:
+            return False
+        age = now - self._first.setdefault(path, now)
         self._names.sizes[name] = max(info.st_size, self._names.sizes.get(name, 0))
         if before is not None and before.st_ino == info.st_ino and info.st_size > before.st_size:
             self._names.grown[name] = max(age, self._names.grown.get(name, 0.0))
         elif before is not None:
             self._names.replaced.add(name)
+        return self._names.is_checkpoint(name)
 
     def _name_of(self, path: Path) -> str | None:
         """``w/step-12.pt`` and ``w/step-18.pt`` alike, and the same in the folder of each run."""
@@ -103,14 +107,6 @@ def folders_below(folders: Sequence[Path]) -> Iterator[tuple[Path, list[os.DirEn
             continue
         yield folder, found
         waiting += [path for path in below if path.name not in _NOT_CHECKPOINTS]
-
-
-def _files_below(folders: Sequence[Path]) -> Iterator[tuple[Path, os.stat_result]]:
-    for _, entries in folders_below(folders):
-        for entry in entries:
-            with suppress(OSError):  # renamed meanwhile
-                if entry.is_file(follow_symlinks=False):
-                    yield Path(entry.path), entry.stat(follow_symlinks=False)
 
 
 def _signs(info: os.stat_result) -> tuple[int, int, int]:

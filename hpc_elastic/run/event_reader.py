@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Struct, field
+from msgspec.structs import asdict, replace
 
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
 from hpc_elastic.base.files import Owner, ask_about, has_long_number, parse_json
@@ -74,30 +74,13 @@ def _kind_of(name: str, role: object) -> type[RunEvent] | None:
     return (SUPERVISOR_EVENTS.get(name) if role == "supervisor" else None) or EVENTS.get(name)
 
 
-class _Head(Struct, kw_only=True):
-    # The fields that every line has. Another program may have written another type: then the default.
-    event: str
-    t: int | None = None
-    n: int | None = None
-    role: str = ""
-    node: int | None = None
-    host: str = ""
-    by: int | None = None
+class _Head(Struct, frozen=True, kw_only=True):
+    """The fields that every line has. Another program may have written another type: then the default."""
 
-
-class EventLine(Struct, frozen=True, kw_only=True):
-    name: str
-    event: RunEvent | None = None
-    """None: this version does not know it, or can't read it."""
-    raw: bytes = b""
-    attempt: int = 0
-    writer: int = -1
-    """The node of its file; negative: the batch host. An event may be about another node."""
-    time_ns: int = 0
-    """Time on one clock for all nodes, as far as their offsets are known; never before an earlier line of its file."""
-    written_ns: int = 0
-    """The writer's wall clock."""
-    number: int | None = None
+    name: str = field(name="event")
+    written_ns: int = field(default=0, name="t")
+    """The writer's wall clock; 0: unknown."""
+    number: int | None = field(default=None, name="n")
     """Its place in its file."""
     role: str = ""
     """``supervisor``, ``agent`` or ``operator``."""
@@ -106,6 +89,17 @@ class EventLine(Struct, frozen=True, kw_only=True):
     host: str = ""
     by: int | None = None
     """The node of the writer, where the event is about a node."""
+
+
+class EventLine(_Head, frozen=True, kw_only=True):
+    event: RunEvent | None = field(default=None, name="known_event")
+    """None: this version does not know it, or can't read it."""
+    raw: bytes = b""
+    attempt: int = 0
+    writer: int = -1
+    """The node of its file; negative: the batch host. An event may be about another node."""
+    time_ns: int = 0
+    """Time on one clock for all nodes, as far as their offsets are known; never before an earlier line of its file."""
 
     @property
     def value(self) -> dict[str, Any]:
@@ -125,20 +119,8 @@ def _line(
         texts = {name: getattr(event, name) for name in event.__struct_fields__}
         cut = {name: text[:_TEXT_LIMIT] for name, text in texts.items() if isinstance(text, str)}
         event = replace(event, **cut)
-    return EventLine(
-        name=head.event,
-        event=event,
-        raw=raw,
-        attempt=attempt,
-        writer=writer,
-        time_ns=time_ns,
-        written_ns=head.t or 0,
-        number=head.n,
-        role=head.role,
-        node=head.node,
-        host=head.host if len(head.host) <= _TEXT_LIMIT else head.host[:_TEXT_LIMIT],
-        by=head.by,
-    )
+    known = {**asdict(head), "host": head.host[:_TEXT_LIMIT]}
+    return EventLine(**known, event=event, raw=raw, attempt=attempt, writer=writer, time_ns=time_ns)
 
 
 class EventFile:
@@ -257,11 +239,11 @@ class EventFile:
             if not raw or (wanted is not None and not wanted.search(raw)):
                 continue
             read = _read(raw, may_be_long=has_long)
-            if read is None or (names is not None and read[0].event not in names):
+            if read is None or (names is not None and read[0].name not in names):
                 continue
             head, event = read
-            if head.t is not None:
-                self._latest = max(self._latest, head.t - self._ahead)
+            if head.written_ns:
+                self._latest = max(self._latest, head.written_ns - self._ahead)
             found.append(_line(head, raw, event, attempt=self._attempt, writer=self._writer, time_ns=self._latest))
         return found
 
@@ -271,7 +253,7 @@ def _read(raw: bytes, *, may_be_long: bool) -> tuple[_Head, RunEvent | None] | N
     if not (may_be_long and has_long_number(raw)):
         try:
             head = decoder(_Head).decode(raw)
-            kind = _kind_of(head.event, head.role)
+            kind = _kind_of(head.name, head.role)
             return head, None if kind is None else decoder(kind).decode(raw)
         except NOT_DECODED:
             pass

@@ -91,10 +91,11 @@ def _fold_attempt(attempt: AttemptPaths, is_late: Callable[[], bool], *, with_ra
                 return
     for name in (OUTPUT, RECORDS):
         parts = read_parts(root / name)
-        for part, (_, size) in sorted(parts.items(), key=_by_removal):
+        # The log last, its newest record at the end: until then the store shows that the run is closed.
+        for part in sorted(parts, key=lambda part: (part.startswith("store/log/"), part)):
             if is_late():
                 return
-            _remove(root / part, size)
+            _remove(root / part, parts[part][1])
     _remove_folders(root)
 
 
@@ -106,11 +107,6 @@ def _error_file_of_cause(attempt: AttemptPaths) -> Path | None:
         return attempt.rank(int(verdict["round"]), int(verdict["failure"]["global_rank"])).error_file  # type: ignore[index]
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _by_removal(part: tuple[str, tuple[int, int]]) -> tuple[bool, str]:
-    """The log last, its newest record at the end: until then the store shows that the run is closed."""
-    return part[0].startswith("store/log/"), part[0]
 
 
 def _is_output(file: _File) -> bool:

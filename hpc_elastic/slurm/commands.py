@@ -182,13 +182,9 @@ def update(job: JobId, **fields: str) -> list[str]:
     return scontrol(job, "update", f"JobId={job}", *(f"{key}={value}" for key, value in fields.items()))
 
 
-def scancel(job: JobId, *, signal: str | None = None, full: bool = False, batch: bool = False) -> list[str]:
-    """Cancel; or with `signal`, send it to the tasks, with `full` to the batch script too, with `batch` to that alone.
-
-    Silent, with rc 0, for an unknown job.
-    """
-    flags = [f"--signal={signal}"] if signal else []
-    flags += (["--full"] if full else []) + (["--batch"] if batch else [])
+def scancel(job: JobId, *, signal: str | None = None, batch: bool = False) -> list[str]:
+    """Cancel, or send `signal` to the tasks, with `batch` to the script alone. Silent for an unknown job."""
+    flags = [*([f"--signal={signal}"] if signal else []), *(["--batch"] if batch else [])]
     return ["scancel", *_cluster(job), *flags, str(job)]
 
 

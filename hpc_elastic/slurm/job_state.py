@@ -306,6 +306,7 @@ def parse_dependents(text: str, number: str) -> tuple[str, ...]:
 
 def _job_state(fields: Mapping[str, str]) -> JobState:
     code, _, signal = fields.get("ExitCode", "").partition(":")
+    user, _, uid = fields.get("UserId", "").rstrip(")").rpartition("(")
     return JobState(
         job_id=fields["JobId"],
         state=fields.get("JobState", ""),
@@ -316,7 +317,7 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
         restarts=_number(fields.get("Restarts", "")),
         requeue=fields.get("Requeue") == "1",
         is_batch=fields.get("BatchFlag") != "0",
-        user=_user(fields.get("UserId", "")),
+        user=(uid if user in ("", "nobody") else user) or None,
         excluded=_nodes(fields.get("ExcNodeList", "")),
         required=_nodes(fields.get("ReqNodeList", "")),
         nodes=_nodes(fields.get("NodeList", "")),
@@ -337,11 +338,6 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
 
 def _text(value: str | None) -> str | None:
     return value if value and value not in ("(null)", "N/A", "None") else None
-
-
-def _user(value: str) -> str | None:
-    name, _, number = value.rstrip(")").rpartition("(")
-    return (number if name in ("", "nobody") else name) or None
 
 
 def _reason(value: str) -> str:

@@ -123,9 +123,7 @@ def test_jobs_of_another_cluster() -> None:
     job = JobId("12_3", "far")
     assert commands.scontrol(job, "requeue", str(job)) == ["scontrol", "-M", "far", "requeue", "12_3"]
     assert commands.scancel(job, signal="USR2", batch=True)[-3:] == ["--signal=USR2", "--batch", "12_3"]
-    assert commands.scancel(job, signal="USR2", full=True) == [
-        *("scancel", "-M", "far", "--signal=USR2", "--full", "12_3")
-    ]
+    assert commands.scancel(job) == ["scancel", "-M", "far", "12_3"]
     assert commands.update(JobId("7"), Requeue="1") == ["scontrol", "update", "JobId=7", "Requeue=1"]
     assert commands.squeue([job, JobId("4", "far")])[:3] == ["squeue", "-M", "far"]
     assert commands.squeue([job, JobId("4", "far")])[-1] == "12_3,4"
