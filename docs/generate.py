@@ -33,7 +33,7 @@ from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
 from hpc_elastic.failures import patterns  # noqa: E402
 from hpc_elastic.launch import signals  # noqa: E402
-from hpc_elastic.options.run_request import ALL_OPTIONS, default_of  # noqa: E402
+from hpc_elastic.options.run_request import ALL_OPTIONS  # noqa: E402
 from hpc_elastic.options.table import Keys, key_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
@@ -91,27 +91,25 @@ layer; an empty value means no file. A value replaces those of lower layers whol
 empty list and `exclusive = false` remove an option. sbatch's other options are keys and variables as well: `licenses
 = "matlab:2"`.
 
-`hpc-elastic config` shows every value and where it comes from. With `--json` it is one object: `profile`, `files`
-(`layer`, `path`, `state`), and in `settings` by key the `value`, `layer`, `where` and `profile`. An unknown key, a
-value of the wrong type and a refused value are one line on stderr, and exit code 2.
+`hpc-elastic config` shows every value and where it comes from; `--json` has `profile`, `files` (`layer`, `path`,
+`state`), and in `settings` by key the `value`, `layer`, `where` and `profile`. An unknown key, a value of the wrong
+type and a refused value are one line on stderr, and exit code 2.
 
 Keys are written with `-` or `_`. Values are TOML's; an option that may be repeated takes an array of strings. `~` and
 `$NAME` are expanded in `runs-dir`, `chdir`, `python` and `template`. Relative paths of a project's file are relative to
 that file, others to the working directory.
 
-A file is executed in your name. So it, and each link to it, must belong to you or root, and must not be writable for
+A file is executed in your name. It, and each link to it, must belong to you or root, and must not be writable for
 everybody; any other file is refused. Root reads root's files only. A stranger's `pyproject.toml` without our table is
 ignored. A file has at most 256 KiB, a key at most 16 parts. `submit` and `run` show on stderr the keys of files that
-decide what is executed (`python`, `template`, `health-check`, `chdir`, `module`, `no-python`, `sbatch-arg`,
-`srun-arg`).
+decide what is executed, such as `python` and `template`.
 
 Agents and workers read none of this: a run's values are in its run.json.
 
 ## Keys
 
-[The command line](cli.md#submit) says what each one means. Here stand torchrun's variable in brackets, the value, and
-the default behind a semicolon. A key's own variable is `HPC_ELASTIC_` and its name: `max-restarts` is
-`HPC_ELASTIC_MAX_RESTARTS`.
+A key is the long name of an option, which [the command line](cli.md#submit) explains, with its default. Its variable is
+`HPC_ELASTIC_` and its name: `max-restarts` is `HPC_ELASTIC_MAX_RESTARTS`.
 """
 
 SIGNALS_INTRODUCTION = """\
@@ -121,20 +119,19 @@ SIGNALS_INTRODUCTION = """\
 hpc_elastic/rendezvous/state.py, hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/life.py; do not edit. -->
 
 Slurm sends SIGTERM at the beginning and the end of a preemption's grace time, at the time limit, at a cancel and at a
-requeue. So the supervisor asks Slurm about the job (for at most 2 s), and this table decides. *save*: workers get the
+requeue. The supervisor asks Slurm about the job (for at most 2 s), and this table decides. *save*: workers get the
 [notice](../how-to/save-and-resume.md#save-before-the-job-ends) with the time that is left. *end*: workers are ended
-within KillWait. A later signal only changes this if it ends the job sooner. An agent that hears nothing from the
-supervisor for 4 s (or half of KillWait) goes by the signal alone: SIGUSR2 is a notice of `--grace` seconds, SIGTERM
-ends the run.
+within KillWait. A later signal changes this if it ends the job sooner. An agent that hears nothing from the supervisor
+for 4 s (or half of KillWait) takes SIGUSR2 for a notice of `--grace` seconds, and SIGTERM for the end.
 
-| signal | heard by | Slurm: the job … | it is a | workers | who requeues |
-| --- | --- | --- | --- | --- | --- |
+| signal | Slurm: the job … | it is a | workers | who requeues |
+|---|---|---|---|---|
 """
 
 SIGNALS_END = """
-The supervisor also looks at the job itself: at its start, because a notice during the batch script's set-up is lost,
-and `--grace` seconds before the limit (at most a quarter of it), because an allocation without `--signal` gets no
-notice. A requeue counts for `--max-requeues`. A job that is cancelled while an attempt ends does not come back.
+The supervisor also looks at the job itself: at its start, and `--grace` seconds before the limit (at most a quarter of
+it), because a notice may be lost or not asked for. A requeue counts for `--max-requeues`. A job that is cancelled while
+an attempt ends does not come back.
 """
 
 KNOWN_INTRODUCTION = """\
@@ -142,16 +139,15 @@ KNOWN_INTRODUCTION = """\
 
 <!-- Written by docs/generate.py from the tables in hpc_elastic/failures/patterns.py; do not edit. -->
 
-These texts are searched in an exception's text and in what it was raised from, else in the last lines of stderr.
-Upper
-and lower case are alike, and `*` stands for at most 200 characters of a line. One text of each is shown;
-hpc_elastic/failures/patterns.py has all, in the order in which they count. A *symptom* is what a healthy rank reports
-when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the script's. *final*: another
-try would not help. *suspect*: the node's hardware is.
+These texts are searched in an exception and in what it was raised from, else in the last lines of stderr. Case does not
+matter, and `*` stands for at most 200 characters of a line. One text of each is shown; hpc_elastic/failures/patterns.py
+has all, in the order in which they count. A *symptom* is what a healthy rank reports when another one is gone; *root*
+is a candidate for the cause; *infrastructure* is not the script's. *final*: another try would not help. *suspect*: the
+node's hardware is.
 
 The place where an exception was raised decides before its text. A symptom needs a type, an innermost frame or a text of
 torch's process group, gloo or NCCL. An error text of the system ("no space left on device") in a message of the script
-counts only with its number. Of chained exceptions the first one decides. Real excerpts are in tests/data/failures.
+needs the error's number. The first of chained exceptions decides.
 """
 
 
@@ -189,6 +185,8 @@ def cli_page() -> str:
             continue
         shown = help_text(name, option="--help-all" if name in ("submit", "run", "agent") else "--help")
         shown = re.sub(r"\n\nexamples:\n(?:  [^\n]*\n?)+", "\n", shown).rstrip()  # how-to pages have more
+        shown = re.sub(r"\n\nLong options are taken with .*", "", shown, flags=re.DOTALL) if name == "submit" else shown
+        shown = shown.replace(f"\n\n  {textwrap.fill(text, 76, subsequent_indent='  ')}", "")  # it is in the list above
         if name != "submit":
             shown = re.sub(r"\n  --runs-dir DIR +folder of the runs[^)]*\)", "", shown)
             shown = re.sub(r"\n\n  RUN: run id or.*?(?=\n\n|\Z)", "", shown, flags=re.DOTALL)
@@ -219,18 +217,14 @@ _ENTRY = re.compile(r"^  -[^\n]*\n?(?:^   [^\n]*\n?)*", re.MULTILINE)
 
 
 def configuration_page() -> str:
-    """Every key with its value. What it means is on the page of the command line."""
-    lines = []
+    """Every key, by the form of its value. What it means is on the page of the command line."""
+    plain, several, switches = [], [], []
     for option in Keys(ALL_OPTIONS).options():
-        if not option.in_files or not option.help:
-            continue
-        value = "true or false" if option.metavar is None else f"`{option.metavar}`"
-        value += ", or several" if option.repeatable else ", or true" if option.optional_value else ""
-        default = default_of(option)
-        if default is not None:
-            value += f"; `{str(default).lower() if isinstance(default, bool) else default}`"
-        lines.append(f"- `{key_of(option)}`{f' (`{option.env}`)' if option.env else ''}: {value}")
-    return "\n".join([CONFIGURATION_INTRODUCTION, *lines, ""])
+        if option.in_files and option.help:
+            kind = switches if option.metavar is None else several if option.repeatable else plain
+            kind.append(f"`{key_of(option)}`")
+    lists = (("Text or a number (`exclusive`: also true)", plain), ("True or false", switches), ("An array", several))
+    return "\n".join([CONFIGURATION_INTRODUCTION, *(f"- {form}: {', '.join(keys)}" for form, keys in lists), ""])
 
 
 def diagram(table: Mapping[Enum, Mapping[Enum, Enum]], first: Enum) -> str:
@@ -277,10 +271,10 @@ def signals_section() -> str:
                 said.setdefault((call.value, tuple(hearers), row), []).append(condition.value)
     lines = []
     for (call_text, by, row), words in said.items():
-        who = "both" if len(by) == len(signals.HeardBy) else by[0]
+        who = "" if len(by) == len(signals.HeardBy) else f" ({by[0]})"
         saves = f"save, until {row.deadline.value}" if row.saves else "end"
         asked = "any answer" if len(words) == len(signals.JobCondition) else "; ".join(words)
-        lines.append(f"| {call_text} | {who} | {asked} | {row.meaning.value} | {saves} | {_who_requeues(row, words)} |")
+        lines.append(f"| {call_text}{who} | {asked} | {row.meaning.value} | {saves} | {_who_requeues(row, words)} |")
     return SIGNALS_INTRODUCTION + "\n".join(lines) + "\n" + SIGNALS_END
 
 
@@ -292,22 +286,24 @@ def _who_requeues(row: signals.Reaction, words: list[str]) -> str:
 
 def known_failures_page() -> str:
     """What is known, by class, each with a text of it."""
-    by_kind: dict[str, list[str]] = {}
+    texts: dict[str, dict[str, list[str]]] = {}
     for row in patterns.PATTERNS:
         kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
         kind += ("" if row.retryable else ", final") + (", suspect" if row.node_suspect else "")
-        by_kind.setdefault(kind, []).append(f"- {row.says}: `{row.any_of[0]}`")
+        texts.setdefault(kind, {}).setdefault(row.says, []).append(f"`{row.any_of[0]}`")
     for name, says in patterns.SYMPTOM_TYPES.items():
-        by_kind.setdefault("symptom", []).append(f"- {says}: an exception of type `{name}` of torch's process group")
-    lines = [line for kind, rows in by_kind.items() for line in (f"### {kind}\n", *rows, "")]
-    xids = [
-        f"- {number}: {says} ({failure_class.value}{', suspect' if suspect else ''})"
-        for number, (failure_class, suspect, says) in patterns.XIDS.items()
-    ]
-    heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
-    return "\n".join(
-        [KNOWN_INTRODUCTION, "## Texts\n", *lines, heading, *xids, "", VERDICTS_INTRODUCTION, verdicts_table(), ""]
-    )
+        texts.setdefault("symptom", {}).setdefault(says, []).append(f"`{name}` of torch's process group")
+    xids: dict[str, dict[str, list[str]]] = {}
+    for number, (failure_class, suspect, says) in patterns.XIDS.items():
+        kind = failure_class.value + (", suspect" if suspect else "")
+        xids.setdefault(kind, {}).setdefault(says, []).append(str(number))
+    lines = []
+    for kind, found in texts.items():
+        lines += [f"### {kind}\n", *(f"- {says}: {', '.join(shown)}" for says, shown in found.items()), ""]
+    lines.append("## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n")
+    for kind, found in xids.items():
+        lines += [f"### Xid: {kind}\n", *(f"- {says}: {', '.join(shown)}" for says, shown in found.items()), ""]
+    return "\n".join([KNOWN_INTRODUCTION, "## Texts\n", *lines, VERDICTS_INTRODUCTION, verdicts_table(), ""])
 
 
 def verdicts_table() -> str:
@@ -325,10 +321,10 @@ VERDICTS_MARKS = (
 VERDICTS_INTRODUCTION = """\
 ## How often the report is right
 
-The calibration catalogue (tests/verdicts) has failures that really happen, each on 2 nodes with 2 workers and without a
-restart; what is right to report of each was written before it was run. *Right* is a report that names the rank or the
-node and states what happened there; *honest* is one that states that the cause is not known and sends nobody to a wrong
-rank; all others are *wrong*. `python -m tests.check --tier verdicts` runs the catalogue before a release.
+The calibration catalogue (tests/verdicts) has failures that really happen, each on 2 nodes with 2 workers. *Right* is a
+report that names the rank or the node and what happened there, as it was written down before the run; *honest* is one
+that says that the cause is not known and names no wrong rank; all others are *wrong*. `python -m tests.check --tier
+verdicts` runs the catalogue.
 """
 
 
@@ -359,14 +355,10 @@ def events_table(module: ModuleType) -> str:
         names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
         texts = [(shown, words[kind.__name__].get(name, "")) for name, shown in names]
         texts = [(name, text) for name, text in texts if text or name not in COMMON_FIELDS]
-        if name_of(kind) == "worker_failed":
-            texts = [(name, "") for name, _ in texts[:-1]] + [
-                (texts[-1][0], "as in the [error file](json.md#the-error-file)")
-            ]
         fields = ", ".join(f"`{name}`" + (f" ({text})" if text else "") for name, text in texts)
-        lines.append(
-            f"- **`{name_of(kind)}`**: {' '.join(str(kind.__doc__).split())}{f' Fields: {fields}' if fields else ''}"
-        )
+        if name_of(kind) == "worker_failed":
+            fields = "Fields: those of the [error file](json.md#the-error-file); `rank` is `global_rank` there"
+        lines.append(f"- **`{name_of(kind)}`**: {' '.join(str(kind.__doc__).split())}{f' {fields}' if fields else ''}")
     return "\n".join([*lines, ""])
 
 

@@ -125,7 +125,8 @@ def python_page() -> str:
             tree = ast.parse((ROOT / "hpc_elastic" / file).read_text(encoding="utf-8"))
             found = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, Callable_))}
             parts += [_object(module, found[name]) for name in objects]
-    return "\n".join(parts)
+        parts += [""] if parts[-1].startswith("- ") else []
+    return re.sub(r"^(- .*\n)(?=###)", r"\1\n", "\n".join(parts), flags=re.MULTILINE)
 
 
 def _split(where: str) -> tuple[str, list[str]]:
@@ -134,15 +135,16 @@ def _split(where: str) -> tuple[str, list[str]]:
 
 
 def _object(module: str, node: ast.ClassDef | Callable_) -> str:
+    if module.startswith(NAMES_OF_OTHERS):
+        return f"- `{module}.{node.name}`: {_summary(node)}"
     title = f"### {module}.{node.name}\n"
     if not isinstance(node, ast.ClassDef):
         return f"{title}\n```py\n{_signature(node.name, node)}\n```\n\n{_text(node)}"
     members = [member for member in node.body if isinstance(member, Callable_)]
     init = next((member for member in members if member.name == "__init__"), None)
     shown = _signature(node.name, init) if init is not None else _fields(node)
-    if module.startswith(NAMES_OF_OTHERS):
-        return f"{title}\n```py\n{shown}\n```\n\n{_summary(node)}\n"
     texts = [_text(node)] + ([_text(init, summary=False)] if init is not None and ast.get_docstring(init) else [])
+    texts = [text for text in texts if text.strip()]
     public = [
         member for member in members
         if not member.name.startswith("_") and ast.get_docstring(member) and not _is_setter(member)
@@ -175,7 +177,8 @@ def _is_setter(node: Callable_) -> bool:
 def _member(node: Callable_) -> str:
     if any(isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in node.decorator_list):
         return node.name
-    return " ".join(_signature(node.name, node).split()).replace("( ", "(").replace(", )", ")")
+    plain, named = (argument.arg for argument in node.args.args[1:]), (f"{a.arg}=…" for a in node.args.kwonlyargs)
+    return f"{node.name}({', '.join([*plain, *named])})"
 
 
 def _signature(name: str, node: Callable_) -> str:
@@ -236,7 +239,7 @@ def _text(node: ast.ClassDef | Callable_, *, summary: bool = True) -> str:
         match = _GOOGLE.match(line)
         if match is not None:
             section = _finish(lines, section)
-            lines += [f"*{match[1]}*:{match[2]}", ""]
+            lines.append("")
             section = []
         elif section is not None and (line.startswith(" ") or not line):
             section.append(line)

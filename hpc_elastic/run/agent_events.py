@@ -256,9 +256,9 @@ class PlatformFailure(AgentEvent, frozen=True, kw_only=True):
 
     round: int
     node: int | UnsetType = UNSET
-    """only where the supervisor writes it"""
+    """if the supervisor writes it"""
     host: str | UnsetType = UNSET
-    """only where the supervisor writes it"""
+    """likewise"""
     reason: str = ""
 
 
@@ -364,10 +364,9 @@ class RanksObserved(AgentEvent, frozen=True, kw_only=True):
 
     round: int
     ranks: tuple[Activity, ...] = ()
-    """`rank`, `doing`, `call`, `at` (the innermost frame of the user's code), `line` (of the source), `failed`, and
-    what its messages say of its collective: `sequence`, `operation`, `peer_operation`, `names`, `key`, `clients`,
-    `sizes`, `peer` (the address of the one that is gone); `flight`: the end of its dump of torch's flight
-    recorder"""
+    """`rank`, `doing`, `call`, `at` (the innermost frame of the user's code), `line` (of the source), `failed`; of its
+    collective, by its messages: `sequence`, `operation`, `peer_operation`, `names`, `key`, `clients`, `sizes`, `peer`
+    (the lost rank's address); `flight`: the end of its flight recorder's dump"""
     network: str = ""
     """equal where the same loopback address means the same"""
     sockets: tuple[RankSockets, ...] = ()
@@ -415,9 +414,8 @@ class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     orphans: tuple[str, ...] = ()
     """name and pid of processes that outlived a worker, and were ended"""
     ends: tuple[OwnEnd, ...] = ()
-    """`rank`, `exitcode`, `ended_ns`, `ended_uptime_ns`, `stopped` (workers were being ended by then) of each worker
-    that the agent's signal did not end, one that ended with 0 included; of that one `logged`, the exception that it
-    had logged just before"""
+    """`rank`, `exitcode`, `ended_ns`, `ended_uptime_ns`, `stopped` (workers were being ended by then), `logged` (the
+    exception that it had logged before it ended with 0) of each worker that the agent's signal did not end"""
     progress: Progress | None = None
     """`sections` (those that workers here were in), `first_step`, `first_ns`, `step`, `step_ns`, `checkpoint_seconds`,
     `checkpoints`, `longest_step`, `redone_seconds`: by the worker here that got furthest"""
@@ -460,9 +458,9 @@ class OutputLost(AgentEvent, frozen=True, kw_only=True):
 
     reason: str = ""
     not_in_files: int = 0
-    """bytes of what workers here printed"""
+    """bytes"""
     not_in_job_log: int = 0
-    """bytes of what workers here printed"""
+    """bytes"""
     streams: tuple[StreamLoss, ...] = ()
     """`round`, `rank`, `stream`, `not_in_file`, `not_in_job_log` of each, the largest first"""
 

@@ -27,13 +27,13 @@ class AttemptSuperseded(SupervisorEvent, frozen=True, kw_only=True):
     superseded: int
     """the earlier attempt's number"""
     ended: tuple[str, ...] = ()
-    """names of its nodes whose agents have ended"""
+    """its nodes whose agents have ended"""
     silent: tuple[str, ...] = ()
-    """names of its nodes of whose agents nothing is known"""
+    """its other nodes"""
     seconds: Seconds = 0.0
     """waited for that"""
     reason: str = ""
-    """the rule by which it was safe to continue without those"""
+    """the rule by which it was safe to continue"""
 
 
 class AgentsLaunched(SupervisorEvent, frozen=True, kw_only=True):
@@ -66,9 +66,8 @@ class AgentRelaunched(SupervisorEvent, frozen=True, kw_only=True):
 
 
 class NodeGivenUp(SupervisorEvent, frozen=True, kw_only=True):
-    """No further agent is started there, and the others do not wait for one. Causes: `not_started` (Slurm could not
-    start an agent there), `could_not_run` (what was started there ended before it was an agent, twice, or with the code
-    for wrong usage, see `start_refused`; the reason has its exit code and the last line that it printed), `died` (its
+    """No further agent is started there. Causes: `not_started` (Slurm could not start one), `could_not_run` (what was
+    started ended before it was an agent, twice, or refused the options; the reason has its last line), `died` (its
     agents took part, and ended too often), `unhealthy`, `store_lost`, `refused`."""
 
     node: int

@@ -38,7 +38,7 @@ PARTS = {
     "stop_everywhere": "a worker's death → that of the last worker on 7 other nodes",
     "inprocess": "the in-process restart group",
     "scale": "nodes, simulated",
-    "goodput": "the same failures under",
+    "goodput": "goodput below the bound, under the same failures",
 }
 """Module, which the marks around its table name → the table's heading."""
 NEED_TORCH = ("beside_torchrun", "hangs", "warm_start", "inprocess", "goodput")

@@ -22,14 +22,17 @@ class Number:
 
 
 def number_table(heading: str, numbers: Sequence[Number]) -> str:
-    found = [f"| {heading} | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
+    """A list in Markdown: each median, with (least–most; the goal), and what it is of."""
+    lines = [f"{heading[0].upper()}{heading[1:]}:", ""]
     for number in numbers:
         least, most = min(number.values), max(number.values)
-        shown = f"{number.median:.3g} {number.unit}" + (f" ({least:.3g}–{most:.3g})" if most > least else "")
-        goal = "–" if number.goal is None else f"≤ {number.goal:.3g} {number.unit}"
-        met = "–" if number.goal is None else "yes" if number.median <= number.goal else "**no**"
-        found.append(f"| {number.title}{f'; {number.note}' if number.note else ''} | {shown} | {goal} | {met} |")
-    return "\n".join(found) + "\n"
+        beside = [f"{least:.3g}–{most:.3g}"] if most > least else []
+        if number.goal is not None:
+            missed = ", **not met**" if number.median > number.goal else ""
+            beside.append(f"goal ≤ {number.goal:.3g} {number.unit}{missed}")
+        value = f"{number.median:.3g} {number.unit}" + (f" ({'; '.join(beside)})" if beside else "")
+        lines.append(f"- {value}: {number.title}{f'; {number.note}' if number.note else ''}")
+    return "\n".join(lines) + "\n"
 
 
 def ratio(title: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None, *, unit: str = "s") -> Number:

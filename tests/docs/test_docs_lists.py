@@ -28,7 +28,7 @@ def exit_codes() -> set[int]:
 
 
 def test_every_exit_code_has_its_row_and_no_other() -> None:
-    described = {int(code) for code in re.findall(r"^\| (\d+) \|", page("exit-codes.md"), re.MULTILINE)}
+    described = {int(code) for code in re.findall(r"^- \*\*(\d+)\*\*: ", page("exit-codes.md"), re.MULTILINE)}
     assert len(exit_codes()) >= 12
     assert described == exit_codes()
 

@@ -1,4 +1,4 @@
-"""The ways of docs/explanation/ways.md: tables that list functions in the order in which one event passes through
+"""The ways of docs/explanation/ways.md: lists of functions in the order in which one event passes through
 them, and the calls of a real run that they are compared with.
 
 The product has no hook for this. `Tracer` puts a ``sitecustomize.py`` on the path of a run, which has every process of
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "explanation"
 WAYS = PAGES / "ways.md"
 MOST_STEPS = 13
-_ROW = re.compile(r"^\| *(\d+) *\| *\[`([\w.]+)`\]\(([^)\s]+)\) *\| *([^|]*?) *\|", re.MULTILINE)
+_ROW = re.compile(r"^(\d+)\. \[`([\w.]+)`\]\(([^)\s]+)\),\s+([^:]*?):", re.MULTILINE)
 
 _SITECUSTOMIZE = """
 import json, os, sys, threading, time
@@ -54,7 +54,7 @@ sys.setprofile(profile)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One row of a table."""
+    """One item of a list."""
 
     number: int
     name: str

@@ -14,25 +14,22 @@ BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 
 
 def table(injections: Sequence[Injection]) -> str:
-    """Markdown: a line per kind of fault."""
+    """Markdown: an item per kind of fault."""
     by_kind: dict[Kind, list[Injection]] = defaultdict(list)
     for injection in injections:
         by_kind[injection.fault.kind].append(injection)
-    lines = [
-        "| fault | times | trains again after, median | at most | explained |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
+    lines = ["Fault (how often): the median until it trains again.", ""]
     for kind in Kind:
         if kind not in by_kind:
             continue
         done = by_kind[kind]
         seconds = [injection.seconds for injection in done if injection.seconds is not None]
-        explained = sum(bool(injection.explained) for injection in done)
-        words = "yes" if explained == len(done) else f"{explained} of {len(done)}"
+        unexplained = sum(not injection.explained for injection in done)
         stuck = len(done) - len(seconds)
         middle = _seconds(statistics.median(seconds)) if seconds else "-"
         most = f"never ({stuck} times)" if stuck else _seconds(max(seconds))
-        lines.append(f"| {NATURES[kind].title} | {len(done)} | {middle} | {most} | {words} |")
+        title = NATURES[kind].title + (f"; {unexplained} not in the report" if unexplained else "")
+        lines.append(f"- {title} ({len(done)}): {middle}" + (f", at most {most}" if most != middle else ""))
     return "\n".join(lines)
 
 

@@ -92,13 +92,13 @@ def test_the_table_says_who_was_never_well_again_and_goes_into_the_page(tmp_path
     good = Injection(fault=fault(Kind.WORKER_KILLED), at=AT, before=(0, 0), trained_at=AT + 4, explained="yes")
     bad = Injection(fault=fault(Kind.SRUN_KILLED), at=AT, before=(0, 0))
     text = table([good, bad])
-    assert "| worker killed -9 | 1 | 4.0 s | 4.0 s | yes |" in text
-    assert "| srun killed | 1 | - | never (1 times) | 0 of 1 |" in text
+    assert "- worker killed -9 (1): 4.0 s\n" in text
+    assert "- srun killed; 1 not in the report (1): -, at most never (1 times)" in text
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- soak: begin -->\nold\n<!-- soak: end -->\nb\n")
     update(page, text)
     assert "old" not in page.read_text()
-    assert page.read_text().startswith("a\n<!-- soak: begin -->\n\n| fault")
+    assert page.read_text().startswith("a\n<!-- soak: begin -->\n\nFault (how often)")
     page.write_text("no marks")
     with pytest.raises(ValueError, match="has no"):
         update(page, text)

@@ -136,14 +136,18 @@ def run_all(
 
 
 def table(results: Sequence[Judged]) -> list[str]:
-    """Right, honest and wrong by group, then by confidence, as a table in Markdown."""
+    """Right, honest and wrong by group (those that are all right in one row), then by confidence, in Markdown."""
     heads = ["class of failures", "cases", *(grade.value for grade in Grade), "wrong with `high`"]
-    lines = [f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
-    groups = list(dict.fromkeys(judged.group for judged in results))
-    lines += [_row(group, [one for one in results if one.group == group]) for group in groups]
+    lines = [f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
+    groups = {
+        name: [one for one in results if one.group == name] for name in dict.fromkeys(one.group for one in results)
+    }
+    flawless = [name for name, ones in groups.items() if all(one.grade is Grade.RIGHT for one in ones)]
+    lines += [_row(name, ones) for name, ones in groups.items() if name not in flawless]
+    lines.append(_row(f"{len(flawless)} other classes", [one for name in flawless for one in groups[name]]))
     lines.append(_row("**all**", results))
     heads = ["confidence", "cases", *(grade.value for grade in Grade)]
-    lines += ["", f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
+    lines += ["", f"| {' | '.join(heads)} |", f"|---{'|---:' * (len(heads) - 1)}|"]
     for confidence in CONFIDENCES:
         found = [one for one in results if one.confidence == confidence]
         lines.append(f"| {confidence} | {len(found)} | {' | '.join(map(str, _counts(found)))} |")

@@ -21,7 +21,7 @@ def intervals(nodes: int, **more: float) -> PollIntervals:
 def table() -> list[str]:
     """The page's, to be put there where this test says that it is another."""
     sizes = (8, 64, 256, 1024, 8192)
-    lines = ["| nodes | " + " | ".join(map(str, sizes)) + " |", "| --- |" + " ---: |" * len(sizes)]
+    lines = ["| nodes | " + " | ".join(map(str, sizes)) + " |", "|---|" + "---:|" * len(sizes)]
     for title, of in (
         ("between two looks at the log, in touch", lambda p: p.poll_connected),
         ("the same where no packets come through", lambda p: p.poll),

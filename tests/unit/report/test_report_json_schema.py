@@ -379,8 +379,8 @@ def test_each_section_of_the_document_lists_its_keys(name: str) -> None:
     title = re.escape(f"## {name}" if name == "report.json" else f"### {name}")
     found = re.search(rf"^{title}$(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found is not None
-    columns = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", found[1], re.MULTILINE)
-    listed = [key for column in columns for key in re.findall(r"`(\w+)`", column)]
+    heads = re.findall(r"^- ((?:`\w+`(?:,\s+)?)+)(?::|$)", found[1], re.MULTILINE)
+    listed = [key for head in heads for key in re.findall(r"`(\w+)`", head)]
     assert sorted(listed) == sorted(SECTIONS[name])
 
 
