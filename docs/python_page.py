@@ -136,7 +136,7 @@ def _split(where: str) -> tuple[str, list[str]]:
 
 def _object(module: str, node: ast.ClassDef | Callable_) -> str:
     if module.startswith(NAMES_OF_OTHERS):
-        return f"- `{module}.{node.name}`: {_summary(node)}"
+        return f"- `{module}.{node.name}`" + (f": {_summary(node)}" if _summary(node) else "")
     title = f"### {module}.{node.name}\n"
     if not isinstance(node, ast.ClassDef):
         return f"{title}\n```py\n{_signature(node.name, node)}\n```\n\n{_text(node)}"
