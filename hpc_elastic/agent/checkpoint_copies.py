@@ -60,6 +60,8 @@ class CheckpointCopies(Part):
         folder = me.checkpoint_folder
         assert folder is not None
         room = find_room(folder.parent, spec.checkpoint_local.room)
+        if spec.checkpoint_local.room is None:
+            logger.info("checkpoints may take %s of %s, half of what is free", size_text(room), folder.parent)
         try:
             sweep(folder.parent, CHECKPOINT_PREFIX)
             self._folder = make_folder(folder)

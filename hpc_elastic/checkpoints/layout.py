@@ -142,6 +142,24 @@ def targets_in(shared: Path, run_uid: str, *, prefix: str = TARGET) -> list[Savi
     return sorted(Saving(int(match[2]), int(match[4]), int(match[5]), int(match[6])) for match in mine)
 
 
+def remove_dead_targets(shared: Path, run_uid: str, *, now: float, after: float) -> None:
+    """Remove what other runs left half copied: nothing below it has changed for `after` seconds.
+
+    `now` is a file's time on that filesystem: the clocks of two machines are never compared.
+    """
+    for name in names_in(shared):
+        match = _TARGET.match(name)
+        if match and match[3] != run_uid[:8] and now - _changed_at(shared / name) > after:
+            remove(shared / name)
+
+
+def _changed_at(folder: Path) -> float:
+    found = [os.stat(folder).st_mtime]
+    for path, folders, files in os.walk(folder):
+        found += [os.lstat(os.path.join(path, name)).st_mtime for name in (*folders, *files)]
+    return max(found)
+
+
 def committed_steps(shared: Path) -> list[int]:
     """Steps of all folders that may hold a checkpoint; `read_index` says which do."""
     return sorted(int(match[1]) for name in names_in(shared) if (match := _STEP.match(name)))

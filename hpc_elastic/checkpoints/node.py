@@ -21,6 +21,7 @@ from hpc_elastic.checkpoints.decide import choose_start, next_target, removable_
 from hpc_elastic.checkpoints.layout import (
     COPY,
     DIRTY,
+    INDEX_NAME,
     REPLICA,
     TARGET,
     WHOLE,
@@ -39,6 +40,7 @@ from hpc_elastic.checkpoints.layout import (
     parts_in,
     read_index,
     remove,
+    remove_dead_targets,
     remove_leftovers,
     shape_of,
     targets_in,
@@ -53,6 +55,8 @@ REPORT_SECONDS = 60.0
 FLUSH_SECONDS = 10.0
 """Least time for a checkpoint to be committed before the workers start; else as long as its steps took."""
 ABANDON_SECONDS = 1800.0
+DEAD_SECONDS = 2 * ABANDON_SECONDS
+"""Age from which a half copied checkpoint of another run is dead: a run that lives gives up its own before."""
 NEW_SECONDS = 5.0
 """Age up to which a whole part is kept where there is room: the leader may have just chosen it."""
 CHOICE_NAME = "choice.json"
@@ -434,3 +438,5 @@ class NodeCheckpoints:
         steps = [step for step in committed_steps(self.shared) if read_index(self.shared, step) is not None]
         for step in removable_steps(steps, keep=self._keep, protected=(self._start_step,)):
             remove(self.shared / f"step-{step}")
+        now = os.stat(self.shared / f"step-{self.committed}" / INDEX_NAME).st_mtime
+        remove_dead_targets(self.shared, self._run_uid, now=now, after=DEAD_SECONDS)

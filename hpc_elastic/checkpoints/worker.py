@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hpc_elastic.base import codec
+from hpc_elastic.base.text import size_text
 from hpc_elastic.checkpoints.layout import (
     DIRTY,
     START_VARIABLE,
@@ -85,16 +86,21 @@ class checkpoint_dir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_plain = read_start() is None
+        """Raises OSError: this node's part is larger than all room for checkpoints (ENOSPC)."""
+        start = read_start()
+        is_plain = start is None
         deadline = time.monotonic() + PEERS_SECONDS
         try:
-            self._mark("left" if kind is None else "failed").touch(mode=0o600)
+            size, room = (bytes_in(self._dirty), start.room) if start is not None else (0, 0)
+            self._mark("left" if kind is None and size <= room else "failed").touch(mode=0o600)
             while not settle(self._dirty, self._final, self._ranks, replaces=is_plain):
                 if not is_plain or self._rank or kind is not None:
                     break
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{self._dirty}: not all {self._ranks} ranks left their checkpoint_dir")
                 time.sleep(0.02)
+            if kind is None and size > room:
+                raise _no_room(self._final.parent, f"a checkpoint of {size_text(size)}", room)
         except FileNotFoundError:
             pass  # another rank was first, or the round is over
         except BaseException as failed:
@@ -187,21 +193,23 @@ def _read_start(path: str) -> Start:
 
 
 def _await_room(local: Path, room: int) -> None:
-    """The agent removes what is committed; a worker that saves more than can be copied waits for it."""
+    """The agent removes what is committed; a worker that saves more than can be copied waits for it.
+
+    The newest part stays until the next one is whole: nothing is waited for where both have no room.
+    """
     deadline = time.monotonic() + ROOM_SECONDS
     while True:
         sizes = [bytes_in(files_of(part, state, local)) for part, state in parts_in(local, WHOLE).items()]
-        used = bytes_in(local)
-        if not sizes or used + sizes[-1] <= room:
+        if not sizes or (used := bytes_in(local)) + sizes[-1] <= room:
             return
-        if time.monotonic() > deadline:
-            raise OSError(
-                errno.ENOSPC,
-                f"checkpoints take {used >> 20} MiB on this node, and may take {room >> 20} MiB: there is no room for "
-                f"another one of {sizes[-1] >> 20} MiB; give more with --checkpoint-local, or save less often",
-                str(local),
-            )
+        if 2 * sizes[-1] > room or time.monotonic() > deadline:
+            raise _no_room(local, f"another one of {size_text(sizes[-1])} beside {size_text(used)}", room)
         time.sleep(0.1)
+
+
+def _no_room(local: Path, what: str, room: int) -> OSError:
+    why = f"no room for {what}: checkpoints may take {size_text(room)} on this node"
+    return OSError(errno.ENOSPC, f"{why}; give more with --checkpoint-local FOLDER:SIZE, or save less", str(local))
 
 
 def _start_name() -> str:

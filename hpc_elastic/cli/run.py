@@ -14,7 +14,13 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
-from hpc_elastic.launch.run_directory import create_run, earlier_run, make_runs_dir, why_not_shared
+from hpc_elastic.launch.run_directory import (
+    check_checkpoint_dir,
+    create_run,
+    earlier_run,
+    make_runs_dir,
+    why_not_shared,
+)
 from hpc_elastic.options import job_options
 from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.remarks import plan_text, remarks
@@ -71,6 +77,7 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
     for line in remarks(parsed, spec, ALL_OPTIONS, env=env):
         print_note(line)
     if dry_run:
+        check_checkpoint_dir(spec)
         sys.stdout.write(each_line(plan_text(spec, runs_dir / spec.run_id)))
         return 0
     from hpc_elastic.launch.local import run_behind_front, run_local

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class NewRun(Struct, frozen=True):
 
 def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
     """Make ``<runs_dir>/<run id>`` (0700) with its secret (0600) and run.json. Raises UsageError: nothing is left."""
+    check_checkpoint_dir(spec)
     runs = Path(os.path.abspath(runs_dir))
     paths = RunPaths(runs / spec.run_id)
     made: tuple[Path, ...] = ()
@@ -101,6 +103,25 @@ def make_runs_dir(runs_dir: Path) -> tuple[Path, ...]:
             raise _failed(runs, error) from None
         raise
     return tuple(made)
+
+
+def check_checkpoint_dir(spec: RunSpec) -> None:
+    """Raises UsageError: this machine sees the place of ``--checkpoint-dir``, and nothing can be made there."""
+    if not spec.checkpoint_dir:
+        return
+    folder = Path(spec.checkpoint_dir)
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if folder == Path("/") and spec.cluster != "local":
+        return  # nodes may mount a filesystem there that this host does not: nothing that it can make would show it
+    try:
+        with tempfile.TemporaryDirectory(prefix=".hpc-elastic-", dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir {spec.checkpoint_dir}: nothing can be made in {folder}: {error.strerror or error}; "
+            "give a shared folder that you may write to"
+        ) from None
 
 
 def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:

@@ -22,7 +22,7 @@ from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.run_directory import NewRun, create_run, create_tasks, why_not_shared
+from hpc_elastic.launch.run_directory import NewRun, check_checkpoint_dir, create_run, create_tasks, why_not_shared
 from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.options.sbatch import COMMENT_MARK, SbatchOptions, ScriptLines, parse_nodes
 from hpc_elastic.run import index
@@ -74,6 +74,7 @@ def submission_client(submission: Submission, env: Mapping[str, str], clock: Clo
 def dry_run(submission: Submission) -> str:
     """The script, and the command that would submit it. Raises UsageError."""
     _check_folder(submission)
+    check_checkpoint_dir(submission.job.spec)
     _log_folders(submission.job)
     return f"{submission.script}\n# {shlex.join(sbatch(str(submission.paths.script)))}\n"
 

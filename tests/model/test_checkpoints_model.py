@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from hpc_elastic.checkpoints.layout import (
     read_index,
     targets_in,
 )
-from hpc_elastic.checkpoints.node import FLUSH_SECONDS, NodeCheckpoints, NodePlace
+from hpc_elastic.checkpoints.node import DEAD_SECONDS, FLUSH_SECONDS, NodeCheckpoints, NodePlace
 from hpc_elastic.checkpoints.replicas import Replicator
 from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
 from hpc_elastic.run.event_types import RunEvent
@@ -69,12 +71,19 @@ sys.addaudithook(_audit)
 
 class World:
     def __init__(
-        self, root: Path, victim: Victim | None, *, writes: Callable[[int], bool], keep: int = 1, replicas: bool = False
+        self,
+        root: Path,
+        victim: Victim | None,
+        *,
+        writes: Callable[[int], bool],
+        keep: int = 1,
+        replicas: bool = False,
+        room: int = 1 << 30,
     ) -> None:
         self.root = root / "model-world"
         self.shared = self.root / "shared"
         self.shared.mkdir(parents=True)
-        self.victim, self.writes, self.keep, self.replicas = victim, writes, keep, replicas
+        self.victim, self.writes, self.keep, self.replicas, self.room = victim, writes, keep, replicas, room
         self.clock = FakeClock()
         self.round, self.starts = -1, 0
         self.newest = -1
@@ -86,7 +95,7 @@ class World:
         local = self.root / f"node-{index}-{self.starts}"
         local.mkdir()
         return NodeCheckpoints(
-            local=local, shared=self.shared, run_id="run", run_uid=UID, keep=self.keep, room=1 << 30,
+            local=local, shared=self.shared, run_id="run", run_uid=UID, keep=self.keep, room=self.room,
             clock=self.clock, write=self.events.append, has_replicas=self.replicas,
         )  # fmt: skip
 
@@ -318,3 +327,46 @@ def test_the_end_of_an_attempt_leaves_the_copies_of_a_later_one(tmp_path: Path) 
         node.finish()
     assert {saving.attempt for saving in targets_in(world.shared, UID)} == {1}
     assert len(os.listdir(world.shared)) == 2
+
+
+@pytest.mark.parametrize("prefix", [".step-9", ".replica-9"])
+def test_what_a_dead_run_left_half_copied_is_removed_and_no_other(tmp_path: Path, prefix: str) -> None:
+    world = World(tmp_path, None, writes=each)
+    world.begin_round()
+    ages = {"deadbeef": 10 * DEAD_SECONDS, "a11ec0de": 0.5 * DEAD_SECONDS, "c0ffee00": 0.0}
+    for uid, age in ages.items():
+        files = world.shared / f"{prefix}.{uid}.0.0.2" / "files"
+        files.mkdir(parents=True)
+        (files / "rank0.pt").touch()
+        since = time.time() - age
+        for path in (files.parent, files, files / "rank0.pt"):
+            # One that is copied for long changes in its file alone.
+            os.utime(path, (since, since) if uid != "c0ffee00" or path.is_file() else (0, 0))
+    world.save(10)
+    world.tick(times=4)
+    assert committed_steps(world.shared) == [10]
+    left = {name.split(".")[2] for name in os.listdir(world.shared) if name.startswith(prefix)}
+    assert left == {"a11ec0de", "c0ffee00"}
+
+
+@pytest.mark.parametrize(("room", "fits"), [(2500, 2), (1500, 1), (700, 0)])
+def test_a_checkpoint_that_never_fits_is_one_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, fits: int
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    world = World(tmp_path, None, writes=each, room=room)
+    world.begin_round()
+
+    def save(step: int) -> None:
+        for rank in range(RANKS):
+            world.as_rank(rank)
+            with checkpoint_dir(step) as folder:
+                (folder / f"rank{rank}.pt").write_bytes(bytes(500))
+
+    for step in range(fits):
+        save(step)
+    if fits < 2:
+        with pytest.raises(OSError, match=r"no room for .*--checkpoint-local FOLDER:SIZE") as raised:
+            save(fits)
+        assert raised.value.errno == errno.ENOSPC
+    assert len([name for name in os.listdir(world.nodes[0].local) if name.startswith("whole")]) == fits

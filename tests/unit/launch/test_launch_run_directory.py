@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_directory
@@ -99,3 +100,32 @@ def test_an_interrupt_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         create_run(spec(), tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "cluster", "refused"),
+    [
+        ("saved", "slurm", None),
+        ("not/made/yet", "slurm", None),
+        ("file", "slurm", "Not a directory"),
+        ("file/below", "slurm", "Not a directory"),
+        ("/proc/ck", "slurm", "No such file or directory"),
+        ("/no-such-mount-here/ck", "slurm", None),  # nodes may have it
+        ("/proc/ck", "local", "No such file or directory"),
+    ],
+)
+def test_a_folder_for_checkpoints_that_can_not_be_made_is_refused(
+    tmp_path: Path, folder: str, cluster: str, refused: str | None
+) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "file").touch()
+    asked = replace(spec(), checkpoint_dir=str(tmp_path / folder), cluster=cluster)
+    if refused is None:
+        create_run(asked, tmp_path / "runs")
+        assert list((tmp_path / "saved").iterdir()) == []
+        assert not (tmp_path / "not").exists()
+        return
+    with pytest.raises(UsageError, match=f"--checkpoint-dir {tmp_path / folder}: .*{refused}.*; give") as raised:
+        create_run(asked, tmp_path / "runs")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "runs").exists()
