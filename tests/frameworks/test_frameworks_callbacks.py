@@ -85,11 +85,25 @@ ON_NODE = {
         ("import ElasticCallback\n", "import ElasticCallback, latest_checkpoint_file\n"),
         ('kill_at("os.rename", "step=20.ckpt")', 'kill_at("open", "step-20/lightning.ckpt")'),
     ),
+    "accelerate": (
+        (
+            "done = elastic.resume()",
+            "found = hpc_elastic.latest_checkpoint()\n    done = int(found.name[5:]) if found else 0\n"
+            "    if found:\n        accelerator.load_state(found)",
+        ),
+        (
+            "if elastic.on_step_end(step, loss=loss.item(), save=step % 10 == 0):\n            return",
+            "if step % 10 == 0:\n            with hpc_elastic.checkpoint_dir(step) as place:\n"
+            "                accelerator.save_state(place)",
+        ),
+        ('"/step-20." in folder', 'folder.endswith("/step-20")'),
+        ("import sys\n", "import sys\nimport hpc_elastic\n"),
+    ),
 }
 """What a script says in place of what, for checkpoints on the nodes."""
 
 
-@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+@pytest.mark.parametrize("framework", list(ON_NODE))
 def test_checkpoints_on_the_nodes_are_resumed(framework: str, tmp_path: Path, frameworks_python: str) -> None:
     text = (SCRIPTS / f"with_{framework}.py").read_text()
     for old, new in ON_NODE[framework]:

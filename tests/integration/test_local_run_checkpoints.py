@@ -189,13 +189,17 @@ dist.destroy_process_group()
 """
 
 
+def program_of_the_page(block: int) -> str:
+    text = (Path(__file__).parents[2] / "docs/how-to/checkpoints.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return "from hpc_elastic import checkpoint_dir, latest_checkpoint\n" + str(blocks[block])
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("block", [0, 1], ids=["torch.save", "dcp"])
 def test_the_programs_of_the_page_resume(tmp_path: Path, block: int) -> None:
     """An unmodified DDP script, with the page's lines in it."""
-    text = (Path(__file__).parents[2] / "docs/how-to/checkpoints.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    program = "from hpc_elastic import checkpoint_dir, latest_checkpoint\n" + blocks[block]
+    program = program_of_the_page(block)
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     options = ["--checkpoint-dir", str(tmp_path / "saved")]
     with LocalRun(tmp_path, _BEFORE + program + _AFTER, nodes=2, nproc=1, options=options, environ=cache) as run:
@@ -203,3 +207,64 @@ def test_the_programs_of_the_page_resume(tmp_path: Path, block: int) -> None:
     assert re.search(r"begins at [1-9]\d* in round 1", run.log()), run.log_tail()
     assert len(set(re.findall(r"final: (\S+)", run.log()))) == 1
     assert run.events("checkpoint_committed")
+
+
+_SHARDED = """
+import os, time, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+rank, round_index = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def show(step):
+    values = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]).double()
+    print(f"after {step}: {(values * torch.arange(1, len(values) + 1)).sum().item().hex()}", flush=True)
+
+def train(step):
+    if step == start + 1:
+        place = "nothing" if not start else "its node" if "/hpc-elastic-checkpoints." in str(folder) else "shared"
+        print(f"rank {rank} begins at step {start} from {place}", flush=True)
+        show(start)
+    optimizer.zero_grad()
+    model(torch.full((4, 8), float(step % 7 + rank))).pow(2).mean().backward()
+    optimizer.step()
+    show(step)
+    time.sleep(0.1)
+    if step == 25 and rank == 3 and round_index == "0":
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_shards_are_resumed_after_a_killed_worker_and_a_lost_node(tmp_path: Path) -> None:
+    """The page's lines for distributed checkpoints under `fully_shard`: each rank writes its shards."""
+    program = (
+        _SHARDED + program_of_the_page(1) + _AFTER.partition('print(f"final')[0] + "dist.destroy_process_group()\n"
+    )
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    options = ["--checkpoint-dir", str(tmp_path / "saved")]
+    with LocalRun(tmp_path, program, nodes=2, nproc=2, options=options, environ=cache) as run:
+        run.until(lambda: len(begins(run)) == 8, "second round", within=200)
+        killed_worker = begins(run)[4:]
+        run.until(lambda: f"after {killed_worker[0][0] + 15}:" in run.log().partition("begins at step 20")[2], "steps")
+        run.kill_agent_in_a_round(1)
+        run.until(lambda: len(begins(run)) == 12, "third round", within=200)
+        assert run.finish(within=200) == 0, run.log_tail()
+    lost_node = begins(run)[8:]
+    assert set(killed_worker) == {(20, "its node")}
+    assert sorted(place for _, place in lost_node) == ["its node", "its node", "shared", "shared"]
+    assert min(step for step, _ in lost_node) >= 30
+    seen: dict[int, set[str]] = {}
+    for step, values in re.findall(r"after (\d+): (\S+)", run.log()):
+        seen.setdefault(int(step), set()).add(values)
+    assert sorted(seen) == list(range(101))
+    assert {step: values for step, values in seen.items() if len(values) > 1} == {}, "all have the same parameters"
