@@ -20,12 +20,11 @@ from hpc_elastic.agent.part import Part
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.loop import Waker
 from hpc_elastic.base.text import size_text
-from hpc_elastic.checkpoints.layout import START_VARIABLE
-from hpc_elastic.checkpoints.layout import NodePart as CheckpointPart
-from hpc_elastic.checkpoints.node import NodeCheckpoints, NodePlace
+from hpc_elastic.checkpoints.layout import START_VARIABLE, NodePart, NodePlace
+from hpc_elastic.checkpoints.node import NodeCheckpoints
 from hpc_elastic.checkpoints.replicas import ReplicaServer, Replicator, send_part
 from hpc_elastic.errors import UnsafePathError, UsageError, describe_error
-from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.state import RoundRecord, Status, host_of
 from hpc_elastic.run.agent_events import CheckpointNotCommitted
 from hpc_elastic.store.notifier import read_secret
 
@@ -70,17 +69,14 @@ class CheckpointCopies(Part):
         self._site, self._bandwidth = site, spec.checkpoint_bandwidth
         self._replicas = ReplicaLink(site, folder, room) if spec.checkpoint_replicas else None
         self._node = NodeCheckpoints(
+            spec=spec,
             local=folder,
-            shared=Path(spec.checkpoint_dir),
-            run_id=spec.run_id,
-            run_uid=spec.uid,
-            keep=spec.checkpoint_keep,
+            reports=me.paths.checkpoints,
             room=room,
             clock=site.clock,
             write=site.events.write,
             pace=self._pace,
             address=self._replicas.address if self._replicas is not None else "",
-            has_replicas=self._replicas is not None,
         )
         self._waker = Waker()
         self._changed = threading.Condition()
@@ -89,6 +85,7 @@ class CheckpointCopies(Part):
         self._is_chosen = True
         self._hurries = self._is_choosing = False
         self._ends_at: float | None = None
+        self._gone: dict[str, str] = {}
         self._paid_until = self._warn_at = 0.0
         self._agent: NodeAgent | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
@@ -115,6 +112,8 @@ class CheckpointCopies(Part):
         self._hurries |= record.notice is not None
         me = self._site.me
         index = record.rank(me.uid)
+        if record.status is Status.CLOSED:
+            self._gone = {one.uid: host_of(one.uid) for one in record.members if one.node in record.lost}
         if record.status is not Status.FINAL or record.round == self._round or index is None:
             return
         self._round, self._is_chosen = record.round, False
@@ -125,7 +124,6 @@ class CheckpointCopies(Part):
             index=index,
             uids=tuple(member.uid for member in record.members),
             ranks=record.members[index].local_world_size,
-            reports=me.paths.checkpoints / f"round-{record.round:03d}",
         )
         with self._changed:
             self._pending = place
@@ -170,7 +168,7 @@ class CheckpointCopies(Part):
                     return
                 if place is not None:
                     self._begin_round(place)
-                pause = self._pause() if self._node.tick() else LOOK_SECONDS
+                pause = _look_seconds(self._node.place) if self._node.tick() else LOOK_SECONDS
             except _StopCopyingError:
                 pause = 0.0
             except Exception as error:
@@ -198,19 +196,14 @@ class CheckpointCopies(Part):
             pause = min(pause * 1.5, max(LOOK_SECONDS, len(place.uids) / NODES_PER_SECOND))
         self._is_choosing = False
         if self._replicas is not None:
-            self._replicas.neighbour = self._node.neighbour
-            self._replicas.index = place.index
+            self._replicas.neighbour, self._replicas.place = self._node.neighbour(), place
         self._is_chosen = place.round == self._round
         self._waker.wake()
-
-    def _pause(self) -> float:
-        place = self._node.place
-        count = len(place.uids) if place is not None and place.index else 1
-        return min(LONGEST_PAUSE, max(LOOK_SECONDS, count / NODES_PER_SECOND))
 
     def _flush(self) -> None:
         node, clock = self._node, self._site.clock
         self._hurries = node.is_ending = True
+        node.gone = self._gone
         assert self._ends_at is not None
         alone_at = clock.monotonic() + ALONE_SECONDS
         try:
@@ -241,7 +234,8 @@ class ReplicaLink:
     """Takes the neighbour's parts, and sends this node's in a thread of its own."""
 
     def __init__(self, site: AgentSite, folder: Path, room: int) -> None:
-        self.neighbour, self.index = "", -1
+        self.neighbour = ""
+        self.place: NodePlace | None = None
         self._site, self._folder = site, folder
         self._secret = read_secret(site.me.run.secret)
         self._stop = threading.Event()
@@ -259,16 +253,22 @@ class ReplicaLink:
     def _run(self) -> None:
         me = self._site.me
         replicator = Replicator(self._folder, Path(me.spec.checkpoint_dir), me.spec.uid, self._send)
-        while not self._site.clock.wait(self._stop, LOOK_SECONDS):
+        while not self._site.clock.wait(self._stop, _look_seconds(self.place)):
             try:
-                if self.index >= 0 and self.neighbour:
-                    replicator.tick(self.index)
+                if self.place is not None and self.neighbour:
+                    replicator.tick(self.place.index)
             except OSError as error:
                 logger.warning("checkpoints are not replicated: %s", error)
                 self._site.clock.wait(self._stop, LONGEST_PAUSE)
 
-    def _send(self, part: CheckpointPart, folder: Path) -> None:
+    def _send(self, part: NodePart, folder: Path) -> None:
         send_part(self.neighbour, self._secret, part, owner=self._site.me.uid, folder=folder)
+
+
+def _look_seconds(place: NodePlace | None) -> float:
+    """All nodes together look at the shared filesystem so often, the first node four times a second."""
+    count = len(place.uids) if place is not None and place.index else 1
+    return min(LONGEST_PAUSE, max(LOOK_SECONDS, count / NODES_PER_SECOND))
 
 
 def find_room(folder: Path, asked: int | None) -> int:

@@ -85,17 +85,31 @@ class Index(Struct, frozen=True, kw_only=True):
     files: dict[str, CopiedFile]
 
 
+class NodePlace(Struct, frozen=True, kw_only=True):
+    """A node in a round."""
+
+    attempt: int
+    round: int
+    index: int
+    """Its group rank."""
+    uids: tuple[str, ...]
+    """The agents' of all members, in the order of their group ranks."""
+    ranks: int
+    """Workers of this node."""
+
+    def saving(self, step: int) -> Saving:
+        return Saving(step, self.attempt, self.round, len(self.uids))
+
+    def part(self, step: int) -> NodePart:
+        return NodePart(self.saving(step), self.index)
+
+
 class Start(Struct, frozen=True, kw_only=True):
     """The checkpoint that the workers of a round continue from, and the place for theirs."""
 
     local: str
     """The node's folder."""
-    attempt: int
-    round: int
-    index: int
-    count: int
-    ranks: int
-    """Workers of this node."""
+    place: NodePlace
     room: int
     """Bytes that checkpoints may take on this node."""
     latest: tuple[str, ...] = ()

@@ -8,10 +8,9 @@ whoever sees all parts commits. No node writes more than its own files and two s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-
-from msgspec import Struct
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
@@ -28,6 +27,7 @@ from hpc_elastic.checkpoints.layout import (
     Choice,
     Manifest,
     NodePart,
+    NodePlace,
     NodeReport,
     Saving,
     Start,
@@ -49,6 +49,7 @@ from hpc_elastic.checkpoints.layout import (
 from hpc_elastic.checkpoints.worker import settle
 from hpc_elastic.run.agent_events import CheckpointChosen, CheckpointCommitted, CheckpointNotCommitted
 from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.spec import RunSpec
 
 REPORT_SECONDS = 60.0
 """Longest wait for the others' reports; a node without one has nothing."""
@@ -62,69 +63,54 @@ NEW_SECONDS = 5.0
 CHOICE_NAME = "choice.json"
 
 
-class NodePlace(Struct, frozen=True, kw_only=True):
-    """This node in a round."""
-
-    attempt: int
-    round: int
-    index: int
-    uids: tuple[str, ...]
-    """The agents' of all members, in the order of their group ranks."""
-    ranks: int
-    reports: Path
-
-
 class NodeCheckpoints:
     """Used by one thread. Raises OSError only where the run's own records can't be written."""
 
     def __init__(
         self,
         *,
+        spec: RunSpec,
         local: Path,
-        shared: Path,
-        run_id: str,
-        run_uid: str,
-        keep: int,
+        reports: Path,
         room: int,
         clock: Clock,
         write: Callable[[RunEvent], object],
         pace: Callable[[int], object] = lambda count: None,
         address: str = "",
-        has_replicas: bool = False,
     ) -> None:
-        self.local, self.shared = local, shared
-        self._run_id, self._run_uid, self._keep, self._room = run_id, run_uid, keep, room
+        """`reports` is the attempt's folder for what its nodes agree on; `address` is for the neighbour's part."""
+        self.local, self.shared, self._reports = local, Path(spec.checkpoint_dir), reports
+        self._spec, self._room, self._address = spec, room, address
         self._clock, self._write, self._pace = clock, write, pace
-        self._address, self._has_replicas = address, has_replicas
         self.place: NodePlace | None = None
         self.committed = -1
         """The newest committed step that is known; -1: none."""
         self._dead: set[Saving] = set()
         self._opened: dict[Saving, float] = {}
         self._whole_since: dict[Saving, float] = {}
-        self._committed_at: float | None = None
-        self._began_reporting: float | None = None
+        self._committed_at = self._began_at = clock.monotonic()
         self._flush: tuple[Saving, float] | None = None
         self._start_step = -1
         self._is_refused = self._is_below = False
         self.is_ending = self.has_target = False
-        self._born = clock.monotonic()
-        self.neighbour = ""
-        """Address of the next node's agent; empty: none is known."""
+        self.gone: Mapping[str, str] = {}
+        """Uid → host of agents that were lost, once the run ends: their parts are their neighbours' to copy."""
 
     # -- the start of a round ------------------------------------------------------------------------------------
 
     def begin(self, place: NodePlace) -> None:
         """The round's members are known; its workers have not started, and the ones before are gone."""
         for part in parts_in(self.local, DIRTY):
-            self._settle(part, self.place.ranks if self.place is not None else place.ranks)
+            with suppress(OSError):  # else it is removed
+                ranks = self.place.ranks if self.place is not None else place.ranks
+                settle(self.local / part.name(DIRTY), self.local / part.name(WHOLE), ranks)
             remove(self.local / part.name(DIRTY))
         remove_leftovers(self.local)
-        self.place, self._flush, self._began_reporting = place, None, None
+        self.place, self._flush, self._began_at = place, None, self._clock.monotonic()
         self._dead.clear()  # a full disk may have room again
         self._is_refused = False
-        make_private_dir(place.reports.parent)
-        make_private_dir(place.reports)
+        make_private_dir(self._reports)
+        make_private_dir(self._round_reports)
         whole = tuple(parts_in(self.local, WHOLE))
         report = NodeReport(
             uid=place.uids[place.index],
@@ -133,33 +119,23 @@ class NodeCheckpoints:
             shapes=tuple(" ".join(shape_of(walk(files_of(part, WHOLE, self.local)))) for part in whole),
             copies=tuple(parts_in(self.local, COPY)),
         )
-        codec.save(place.reports / f"node-{place.index:05d}.json", report)
-
-    def _settle(self, part: NodePart, ranks: int) -> None:
-        try:
-            settle(self.local / part.name(DIRTY), self.local / part.name(WHOLE), ranks)
-        except OSError:
-            pass  # removed below
+        codec.save(self._report_path(place.index), report)
 
     def choose(self) -> Start | None:
         """Find out, or decide, what the workers continue from; None: ask again soon."""
         place = self.place
         assert place is not None
-        ask_about(place.reports)
-        names = set(os.listdir(place.reports))
+        ask_about(self._round_reports)
+        names = set(os.listdir(self._round_reports))
         if CHOICE_NAME in names:
-            choice = codec.load(place.reports / CHOICE_NAME, Choice)
+            choice = codec.load(self._round_reports / CHOICE_NAME, Choice)
             return self._start(choice) if isinstance(choice, Choice) else None
-        if self._began_reporting is None:
-            self._began_reporting = self._clock.monotonic()
         if place.index == 0:
-            wanted = [f"node-{index:05d}.json" for index in range(len(place.uids))]
-            waited = self._clock.monotonic() - self._began_reporting
-            if waited < REPORT_SECONDS and not names.issuperset(wanted):
+            wanted = [self._report_path(index) for index in range(len(place.uids))]
+            waited = self._clock.monotonic() - self._began_at
+            if waited < REPORT_SECONDS and not names.issuperset(path.name for path in wanted):
                 return None
-            found = [codec.load(place.reports / name, NodeReport) for name in wanted]
-            reports = [one if isinstance(one, NodeReport) else NodeReport(uid="") for one in found]
-            self._decide(reports)
+            self._decide([self._report(index) for index in range(len(wanted))])
         else:
             self.tick()
         return None
@@ -171,7 +147,7 @@ class NodeCheckpoints:
         choice, better = choose_start(reports, index.saving if index is not None else None)
         if better is not None and better not in self._dead:
             if self._flush is None:
-                lost = self._whole_since.get(better, now) - (self._committed_at or self._born)
+                lost = self._whole_since.get(better, now) - self._committed_at
                 self._flush = better, now + max(FLUSH_SECONDS, lost)
                 self._open(better)
             if now < self._flush[1] and not self._is_refused:
@@ -183,8 +159,8 @@ class NodeCheckpoints:
             held = {p.index for one in reports for p in (*one.whole, *one.copies) if p.saving == target}
             is_stale = target.step <= self.committed or target.step > last or held != set(range(target.count))
             if is_stale and target.attempt <= self.place.attempt:
-                remove(self.shared / target.target(self._run_uid, prefix=prefix))
-        codec.save(self.place.reports / CHOICE_NAME, choice)
+                remove(self.shared / target.target(self._spec.uid, prefix=prefix))
+        codec.save(self._round_reports / CHOICE_NAME, choice)
         step = choice.saving.step if choice.saving is not None else None
         self._write(CheckpointChosen(round=self.place.round, step=step, is_local=not choice.is_committed))
 
@@ -201,29 +177,38 @@ class NodeCheckpoints:
             committed = self.shared / f"step-{saving.step}"
             if saving.count == len(place.uids) and part in parts_in(self.local, WHOLE):
                 if choice.is_committed:
-                    self._link_others(own, committed)
+                    self._link_others(own, committed, saving.step)
                 latest.append(str(own))
             if choice.is_committed:
                 ask_about(self.shared)
                 latest.append(str(committed))
                 self.committed = max(self.committed, saving.step)
         self._start_step = saving.step if saving is not None else -1
-        start = Start(
-            local=str(self.local),
-            attempt=place.attempt,
-            round=place.round,
-            index=place.index,
-            count=len(place.uids),
-            ranks=place.ranks,
-            room=self._room,
-            latest=tuple(latest),
-        )
+        start = Start(local=str(self.local), place=place, room=self._room, latest=tuple(latest))
         codec.save(self.start_path, start)
-        if len(place.uids) > 1:
-            after = (place.index + 1) % len(place.uids)
-            report = codec.load(place.reports / f"node-{after:05d}.json", NodeReport)
-            self.neighbour = report.address if isinstance(report, NodeReport) else ""
         return start
+
+    def neighbour(self) -> str:
+        """Address of the next node's agent; empty: none is known."""
+        place = self.place
+        return self._report((place.index + 1) % len(place.uids)).address if place and len(place.uids) > 1 else ""
+
+    @property
+    def _leads(self) -> bool:
+        place = self.place
+        return place is not None and place.index == next(k for k, uid in enumerate(place.uids) if uid not in self.gone)
+
+    @property
+    def _round_reports(self) -> Path:
+        assert self.place is not None
+        return self._reports / f"round-{self.place.round:03d}"
+
+    def _report_path(self, index: int) -> Path:
+        return self._round_reports / f"node-{index:05d}.json"
+
+    def _report(self, index: int) -> NodeReport:
+        found = codec.load(self._report_path(index), NodeReport)
+        return found if isinstance(found, NodeReport) else NodeReport(uid="")
 
     @property
     def start_path(self) -> Path:
@@ -231,9 +216,9 @@ class NodeCheckpoints:
         assert self.place is not None
         return self.local / f"start-{self.place.attempt}-{self.place.round}.json"
 
-    def _link_others(self, own: Path, committed: Path) -> None:
+    def _link_others(self, own: Path, committed: Path, step: int) -> None:
         """Show the other nodes' files in the node's own folder, unless each node has files of the same kinds."""
-        index, names = read_index(self.shared, int(committed.name[5:])), set(walk(own))
+        index, names = read_index(self.shared, step), set(walk(own))
         if index is None or shape_of(index.files) == sorted(shape_of(names) * index.saving.count):
             return
         for name in index.files.keys() - names:
@@ -257,20 +242,18 @@ class NodeCheckpoints:
             if has_new:
                 self._learn()
                 targets = [saving for saving in self._targets(TARGET) if saving.step > self.committed]
-            if self.place.index == 0:
+            if self._leads:
                 targets = self._lead(targets, whole)
             for target in targets:
                 if target not in self._dead:
                     self._serve(target, whole, is_over)
-            if has_new:
-                self._learn()
             self._is_refused = False
         except OSError as error:
             if not self._is_refused:
                 self._is_refused = True
                 self._failed(None, error)
         self.has_target = bool(targets)
-        self._prune(whole, [*targets, *(self._targets(REPLICA) if self._has_replicas and has_new else ())])
+        self._prune(whole, [*targets, *(self._targets(REPLICA) if self._spec.checkpoint_replicas and has_new else ())])
         if whole and whole[-1].saving.step < self.committed and not self._is_below:
             self._is_below = True
             self._failed(whole[-1].saving, f"a later one is in {self.shared}: continue from it, or give another folder")
@@ -279,16 +262,18 @@ class NodeCheckpoints:
 
     def finish(self) -> None:
         """The run ends, and the nodes' folders with it: what is not committed now never is."""
-        if self.place is not None and self.place.index == 0:
+        if self.place is not None and self._leads:
             for prefix in (TARGET, REPLICA):
                 for target in self._targets(prefix):
                     if target.attempt <= self.place.attempt:  # else a later attempt has taken the run over
-                        remove(self.shared / target.target(self._run_uid, prefix=prefix))
+                        remove(self.shared / target.target(self._spec.uid, prefix=prefix))
 
     def report_left(self, why: str) -> None:
         """The run ends: say which checkpoint is lost with it."""
+        with suppress(OSError):
+            self._learn()
         found = [part.saving for part in parts_in(self.local, WHOLE) if part.saving.step > self.committed]
-        if found and self.place is not None and self.place.index == 0:
+        if found and self._leads:
             self._failed(found[-1], why)
 
     def _prune(self, whole: list[NodePart], targets: list[Saving]) -> None:
@@ -309,7 +294,7 @@ class NodeCheckpoints:
                 remove(self.local / part.name(COPY))
 
     def _targets(self, prefix: str) -> list[Saving]:
-        return targets_in(self.shared, self._run_uid, prefix=prefix)
+        return targets_in(self.shared, self._spec.uid, prefix=prefix)
 
     def _learn(self) -> None:
         """Take in what other nodes have committed."""
@@ -318,14 +303,14 @@ class NodeCheckpoints:
                 self.committed, self._committed_at = step, self._clock.monotonic()
 
     def _open(self, saving: Saving) -> None:
-        target = self.shared / saving.target(self._run_uid)
+        target = self.shared / saving.target(self._spec.uid)
         (target / "files").mkdir(parents=True, exist_ok=True)
         (target / "parts").mkdir(exist_ok=True)
 
     def _lead(self, targets: list[Saving], whole: list[NodePart]) -> list[Saving]:
         now = self._clock.monotonic()
         for target in targets:
-            folder = self.shared / target.target(self._run_uid)
+            folder = self.shared / target.target(self._spec.uid)
             lacking = sorted(name for name in names_in(folder / "parts") if name.endswith(".without.json"))
             is_late = now - self._opened.setdefault(target, now) > ABANDON_SECONDS
             if lacking:
@@ -335,7 +320,7 @@ class NodeCheckpoints:
                 )
             elif is_late:
                 self._give_up(target, f"not all nodes had copied their part after {ABANDON_SECONDS:.0f} s")
-        targets = [target for target in targets if (self.shared / target.target(self._run_uid)).exists()]
+        targets = [target for target in targets if (self.shared / target.target(self._spec.uid)).exists()]
         if not targets:
             found_next = next_target(whole, committed=self.committed, dead=self._dead)
             if found_next is not None:
@@ -346,7 +331,7 @@ class NodeCheckpoints:
 
     def _give_up(self, target: Saving, why: str) -> None:
         self._dead.add(target)
-        remove(self.shared / target.target(self._run_uid))
+        remove(self.shared / target.target(self._spec.uid))
         self._failed(target, why)
 
     def _failed(self, target: Saving | None, why: object) -> None:
@@ -356,7 +341,7 @@ class NodeCheckpoints:
     def _serve(self, target: Saving, whole: list[NodePart], is_over: bool) -> None:
         """Copy what this node has to copy of a checkpoint, and commit it where all is there."""
         assert self.place is not None
-        folder = self.shared / target.target(self._run_uid)
+        folder = self.shared / target.target(self._spec.uid)
         parts = folder / "parts"
         ask_about(parts)
         if not parts.exists():
@@ -364,13 +349,13 @@ class NodeCheckpoints:
         for part, state in self._own_parts(target):
             if not manifest_path(folder, part.index).exists():
                 self._copy(part, state, folder)
-        if self._lacks(target, whole, is_over):
-            self._report_lack(target, folder, self.place.index, "its workers did not complete it")
+        if why := self._why_lacking(target, folder, whole, is_over):
+            self._report_lack(target, folder, self.place.index, why)
         names = [name for name in names_in(parts) if not name.startswith(".") and ".without" not in name]
         if len(names) < target.count:
             return
         try:
-            index = commit(self.shared, folder, target, self._run_id)
+            index = commit(self.shared, folder, target, self._spec.run_id)
         except (CopyError, OSError) as error:
             self._report_lack(target, folder, self.place.index, str(error))
             return
@@ -383,32 +368,32 @@ class NodeCheckpoints:
             self._remove_old()
 
     def _own_parts(self, target: Saving) -> list[tuple[NodePart, str]]:
-        assert self.place is not None
-        found = []
-        for part, state in parts_in(self.local, WHOLE, COPY).items():
-            if part.saving != target:
-                continue
-            if state == WHOLE or self._owner_of(part) not in self.place.uids:
-                found.append((part, state))
-        return found
+        found = [(part, state) for part, state in parts_in(self.local, WHOLE, COPY).items() if part.saving == target]
+        return [(part, state) for part, state in found if state == WHOLE or not self._has_live_owner(part)]
 
-    def _owner_of(self, part: NodePart) -> str:
+    def _has_live_owner(self, copy: NodePart) -> bool:
+        assert self.place is not None
         try:
-            return (self.local / part.name(COPY) / "owner").read_text()
+            owner = (self.local / copy.name(COPY) / "owner").read_text()
         except OSError:
-            return ""
+            return False
+        return owner in self.place.uids and owner not in self.gone
 
-    def _lacks(self, target: Saving, whole: list[NodePart], is_over: bool) -> bool:
-        """This round's workers here will never complete it."""
+    def _why_lacking(self, target: Saving, folder: Path, whole: list[NodePart], is_over: bool) -> str:
+        """Why a part that is this node's to copy will never be complete, or is lost; empty: it is not."""
         assert self.place is not None
-        if (target.attempt, target.round) != (self.place.attempt, self.place.round):
-            return False
-        if any(part.saving == target for part in whole):
-            return False
-        part = NodePart(target, self.place.index)
-        return is_over or (
-            any(other.saving > target for other in whole) and not (self.local / part.name(DIRTY)).exists()
-        )
+        part, uids = self.place.part(target.step), self.place.uids
+        if part.saving != target:
+            return ""
+        for k, uid in enumerate(uids):
+            after = (k + 1) % len(uids)
+            is_mine = after == part.index or uids[after] in self.gone
+            if uid in self.gone and is_mine and not manifest_path(folder, k).exists():
+                return f"a part was lost with its node ({self.gone[uid]})"
+        if part in whole:
+            return ""
+        is_passed = any(other.saving > target for other in whole) and not (self.local / part.name(DIRTY)).exists()
+        return "its workers did not complete it" if is_over or is_passed else ""
 
     def _copy(self, part: NodePart, state: str, folder: Path) -> None:
         try:
@@ -421,7 +406,7 @@ class NodeCheckpoints:
 
     def _report_lack(self, target: Saving, folder: Path, index: int, why: str) -> None:
         assert self.place is not None
-        if self.place.index == 0:
+        if self._leads:
             self._give_up(target, why)
             return
         path = manifest_path(folder, index, without=True)
@@ -436,7 +421,7 @@ class NodeCheckpoints:
 
     def _remove_old(self) -> None:
         steps = [step for step in committed_steps(self.shared) if read_index(self.shared, step) is not None]
-        for step in removable_steps(steps, keep=self._keep, protected=(self._start_step,)):
+        for step in removable_steps(steps, keep=self._spec.checkpoint_keep, protected=(self._start_step,)):
             remove(self.shared / f"step-{step}")
         now = os.stat(self.shared / f"step-{self.committed}" / INDEX_NAME).st_mtime
-        remove_dead_targets(self.shared, self._run_uid, now=now, after=DEAD_SECONDS)
+        remove_dead_targets(self.shared, self._spec.uid, now=now, after=DEAD_SECONDS)

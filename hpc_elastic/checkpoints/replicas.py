@@ -193,16 +193,18 @@ class Replicator:
     def __init__(self, local: Path, shared: Path, run_uid: str, send: Callable[[NodePart, Path], None]) -> None:
         """`send` raises OSError."""
         self._local, self._shared, self._run_uid, self._send = local, shared, run_uid, send
+        self._finished: tuple[int, Saving] | None = None
 
     def tick(self, index: int) -> None:
         """Do what can be done now. Raises OSError: the shared filesystem refuses."""
         whole = [part for part in parts_in(self._local, WHOLE) if part.index == index]
-        if not whole:
+        if not whole or self._finished == (index, whole[-1].saving):
             return
+        newest = whole[-1].saving
         ask_about(self._shared)
         named = targets_in(self._shared, self._run_uid, prefix=REPLICA)
         if index == 0:
-            named = self._lead(named, whole)
+            named = self._name_next(named, newest)
         for part in whole:
             folder = self._folder(part.saving)
             mark = folder / f"part-{part.index:05d}"
@@ -216,9 +218,12 @@ class Replicator:
                 mark.touch()
             except FileNotFoundError:
                 pass  # a newer one has been named meanwhile
+        marks = names_in(self._folder(newest))
+        is_alone = index != 0 or (named == [newest] and len(marks) >= newest.count)
+        if is_alone and f"part-{index:05d}" in marks:
+            self._finished = index, newest
 
-    def _lead(self, named: list[Saving], whole: list[NodePart]) -> list[Saving]:
-        newest = whole[-1].saving
+    def _name_next(self, named: list[Saving], newest: Saving) -> list[Saving]:
         done = [saving for saving in named if len(names_in(self._folder(saving))) >= saving.count]
         open_ones = [one for one in named if one not in done and one.is_of_round_of(newest)]
         kept = [*open_ones, *done[-1:]]

@@ -18,8 +18,6 @@ from hpc_elastic.checkpoints.layout import (
     DIRTY,
     START_VARIABLE,
     WHOLE,
-    NodePart,
-    Saving,
     Start,
     bytes_in,
     files_of,
@@ -64,9 +62,12 @@ class checkpoint_dir:
         """Raises OSError: the node has no room for another checkpoint (ENOSPC), or mkdir's."""
         start = read_start()
         if start is not None:
-            part = NodePart(Saving(self._step, start.attempt, start.round, start.count), start.index)
-            local = Path(start.local)
-            self._dirty, self._final, self._ranks = local / part.name(DIRTY), local / part.name(WHOLE), start.ranks
+            part, local = start.place.part(self._step), Path(start.local)
+            self._dirty, self._final, self._ranks = (
+                local / part.name(DIRTY),
+                local / part.name(WHOLE),
+                start.place.ranks,
+            )
             if not self._dirty.exists():
                 _await_room(local, start.room)
         else:
@@ -163,7 +164,7 @@ def node_folder(name: str) -> Path | None:
     start = read_start()
     if start is None:
         return None
-    folder = Path(start.local, f"{name}-{start.attempt}-{start.round}")
+    folder = Path(start.local, f"{name}-{start.place.attempt}-{start.place.round}")
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 

@@ -19,16 +19,19 @@ from hpc_elastic.checkpoints.layout import (
     INDEX_NAME,
     START_VARIABLE,
     NodePart,
+    NodePlace,
     Start,
     committed_steps,
     read_index,
     targets_in,
 )
-from hpc_elastic.checkpoints.node import DEAD_SECONDS, FLUSH_SECONDS, NodeCheckpoints, NodePlace
+from hpc_elastic.checkpoints.node import DEAD_SECONDS, FLUSH_SECONDS, NodeCheckpoints
 from hpc_elastic.checkpoints.replicas import Replicator
 from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
+from hpc_elastic.run.agent_events import CheckpointNotCommitted
 from hpc_elastic.run.event_types import RunEvent
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_spec
 
 NODES, RANKS = 2, 2
 UID = "0123456789abcdef"
@@ -85,6 +88,7 @@ class World:
         self.shared.mkdir(parents=True)
         self.victim, self.writes, self.keep, self.replicas, self.room = victim, writes, keep, replicas, room
         self.clock = FakeClock()
+        self.replicators: dict[Path, Replicator] = {}
         self.round, self.starts = -1, 0
         self.newest = -1
         self.events: list[RunEvent] = []
@@ -95,9 +99,15 @@ class World:
         local = self.root / f"node-{index}-{self.starts}"
         local.mkdir()
         return NodeCheckpoints(
-            local=local, shared=self.shared, run_id="run", run_uid=UID, keep=self.keep, room=self.room,
-            clock=self.clock, write=self.events.append, has_replicas=self.replicas,
+            spec=make_spec(
+                run_id="run", uid=UID, checkpoint_dir=str(self.shared), checkpoint_keep=self.keep,
+                checkpoint_replicas=int(self.replicas),
+            ),
+            local=local, reports=self.root / "checkpoints", room=self.room, clock=self.clock, write=self.events.append,
         )  # fmt: skip
+
+    def uid(self, index: int) -> str:
+        return f"0-n{index}-{self.nodes[index].local.name}"
 
     def replicate(self, index: int) -> None:
         """As `send_part` does it, on this machine."""
@@ -106,10 +116,11 @@ class World:
         def send(part: NodePart, folder: Path) -> None:
             copy = neighbour.local / part.name(COPY)
             shutil.copytree(folder, copy.with_name(f".incoming-{copy.name}") / folder.name, dirs_exist_ok=True)
-            (copy.with_name(f".incoming-{copy.name}") / "owner").write_text(str(node.local))
+            (copy.with_name(f".incoming-{copy.name}") / "owner").write_text(self.uid(index))
             os.rename(copy.with_name(f".incoming-{copy.name}"), copy)
 
-        Replicator(node.local, self.shared, UID, send).tick(index)
+        found = self.replicators.setdefault(node.local, Replicator(node.local, self.shared, UID, send))
+        found.tick(index)
 
     @contextmanager
     def acting(self, name: str) -> Iterator[None]:
@@ -140,8 +151,8 @@ class World:
         starts: dict[int, Start] = {}
         for k, node in enumerate(self.nodes):
             place = NodePlace(
-                attempt=0, round=self.round, index=k, uids=tuple(str(other.local) for other in self.nodes),
-                ranks=RANKS, reports=self.root / "checkpoints" / f"round-{self.round}",
+                attempt=0, round=self.round, index=k, uids=tuple(map(self.uid, range(NODES))),
+                ranks=RANKS,
             )  # fmt: skip
             with self.acting(f"agent {k}"):
                 node.begin(place)
@@ -294,6 +305,36 @@ def test_a_lost_node_is_made_up_for_by_its_neighbour(tmp_path: Path, replicas: b
             world.replicate(k)
     world.after_crash()
     assert world.begin_round() == (2 if replicas else 1)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("replicas", "is_copied", "last"), [(False, False, 1), (True, False, 2), (False, True, 2)])
+def test_a_run_that_ends_with_a_lost_node_waits_for_no_part_of_it(
+    tmp_path: Path, lost: int, replicas: bool, is_copied: bool, last: int
+) -> None:
+    world = World(tmp_path, None, writes=each, replicas=replicas)
+    world.begin_round()
+    world.save(1)
+    world.tick(times=3)
+    world.save(2)
+    if replicas:
+        for k in (0, 1, 0):
+            world.replicate(k)
+    if is_copied:  # by the lost one, before it was
+        world.nodes[0].tick()
+        world.nodes[lost].tick()
+    shutil.rmtree(world.nodes[lost].local)
+    left = world.nodes[1 - lost]
+    left.is_ending, left.gone = True, {world.uid(lost): "n1"}
+    ticks = 0
+    while left.tick(is_over=True):
+        ticks += 1
+        assert ticks < 4, "it waits"
+    left.finish()
+    assert committed_steps(world.shared)[-1] == last
+    assert not [name for name in os.listdir(world.shared) if name.startswith(".")]
+    lacking = [event for event in world.events if isinstance(event, CheckpointNotCommitted)]
+    assert [(event.step, event.last_step) for event in lacking] == ([(2, 1)] if last == 1 else [])
 
 
 def test_two_different_files_of_one_name_are_no_checkpoint(tmp_path: Path) -> None:
