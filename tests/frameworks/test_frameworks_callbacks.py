@@ -96,7 +96,7 @@ ON_NODE = {
             "if step % 10 == 0:\n            with hpc_elastic.checkpoint_dir(step) as place:\n"
             "                accelerator.save_state(place)",
         ),
-        ('"/step-20." in folder', 'folder.endswith("/step-20")'),
+        ('"/step-20." in folder', 'str(folder).endswith("/step-20")'),
         ("import sys\n", "import sys\nimport hpc_elastic\n"),
     ),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from hpc_elastic.agent.identity import CHECKPOINT_PREFIX
 from tests.rigs import lockstep
 from tests.rigs.event_pairs import read_events
 from tests.rigs.folded_run import printed
@@ -224,3 +225,12 @@ class Run:
             for node in cluster.node_names
             for pid, command in cluster.node_pids(node, user=self.runs.user)
         ]
+
+    def checkpoints_on_nodes(self, nodes: Collection[str] | None = None) -> list[str]:
+        """What is left of checkpoints in the memory of `nodes`, or of all nodes."""
+        cluster = self.runs.cluster
+        found = []
+        for node in cluster.node_names if nodes is None else nodes:
+            listed = cluster.run(["ls", "-A", "/dev/shm"], user="root", node=node, cwd="/", check=True).stdout.split()
+            found += [f"{node}: {name}" for name in listed if name.startswith(CHECKPOINT_PREFIX)]
+        return found

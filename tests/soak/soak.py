@@ -29,6 +29,7 @@ from hpc_elastic.rehearsal.judge import (
 from tests.rigs.slurm_cluster import ENDED_STATES, RigError, SlurmCluster
 from tests.rigs.slurm_cluster.python_environment import PROJECT
 from tests.rigs.slurm_runs import SlurmRuns
+from tests.soak import checkpoints
 from tests.soak.explain import Asked, Told, explanation
 from tests.soak.faults import NATURES, Effect, Fault
 from tests.soak.injections import Injection, RunInjector
@@ -61,6 +62,8 @@ class Size:
     ttl: float = 4.0
     hang: float = 6.0
     """Seconds without a sign of life while data is loaded that are a hang; in a step, three times as long."""
+    replicas: int | None = None
+    """Checkpoints go through the nodes, with so many replicas; None: rank 0 writes to the shared filesystem."""
 
 
 @dataclass(kw_only=True)
@@ -111,7 +114,9 @@ class Soak:
             *("--nproc-per-node", "1", "--max-restarts", "3", "--restart-window", "5", "--max-requeues", "500"),
             *("--shutdown-timeout", "5", "--grace", "30", "--rdzv-conf", f"heartbeat_ttl={size.ttl:g}"),
             *("--section-timeouts", f"setup:120,load:{size.hang:g},step:{3 * size.hang:g}"),
+            *(checkpoints.options(self._work, size.replicas) if size.replicas is not None else ()),
             *("trainer.py", str(self._work), "--pace", f"{size.pace:g}"),
+            *(("--through-nodes",) if size.replicas is not None else ()),
         )
         self.injectors = RunInjector(self._cluster, self.run, self.journal, self._work)
 
@@ -294,6 +299,8 @@ class Soak:
             self._complain(f"the run ended as {outcome}")
         self.judge_losses()
         self._wait_nobody_is_left()
+        if self._size.replicas is not None:
+            self._judge_checkpoints()
         left = self._cluster.run(["squeue", "--noheader"], user="root").stdout.strip()
         if left:
             self._complain(f"jobs are left: {left}")
@@ -333,6 +340,16 @@ class Soak:
                         continue
                     where = f"attempt {attempt['number']} round {part['index']} ranks {failure['ranks']}"
                     yield f"nobody's fault: {where} at {_clock_of(at)}: {kind}, {failure['first']['message']}"
+
+    def _judge_checkpoints(self) -> None:
+        final = self.journal.final
+        found = [self.run.events(number) for number in range(self.result_attempt() + 1)]
+        for text in (
+            *checkpoints.wrong_choices(found, self.journal.began),
+            *checkpoints.wrong_folder(self._work / "saved", found, last=final["final"] if final is not None else 0),
+            *(f"left on {name}" for name in self.run.checkpoints_on_nodes()),
+        ):
+            self._complain(text)
 
     def judge_losses(self) -> None:
         """Complain where a loss is not that of a training that nobody disturbs."""

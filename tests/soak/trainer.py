@@ -1,9 +1,10 @@
 """What the soak trains: least squares with DistributedDataParallel, in double precision.
 
-``python trainer.py FOLDER [--pace SECONDS] [--last STEP]``. It is convex, and a batch is the same for any number of
-ranks, so what interrupts it changes the losses by rounding alone; the checkpoint holds the sum of all steps' losses, so
-a step that was left out or counted twice shows. FOLDER has the checkpoint, a journal per process, faults that are
-planted for a rank (``plant/<rank>``), and the file ``end``, which ends the training after the next step.
+``python trainer.py FOLDER [--pace SECONDS] [--last STEP] [--through-nodes]``. It is convex, and a batch is the same for
+any number of ranks, so what interrupts it changes the losses by rounding alone; the checkpoint holds the sum of all
+steps' losses, so a step that was left out or counted twice shows. FOLDER has the checkpoint, a journal per process,
+faults that are planted for a rank (``plant/<rank>``), and the file ``end``, which ends the training after the next
+step.
 """
 
 import argparse
@@ -22,6 +23,7 @@ PLACE = {
     "round": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
 }
 SAVE_EVERY = 5
+PAD = 50_000
 BATCH = 24
 
 
@@ -75,11 +77,27 @@ def save(folder, state):
     return True
 
 
+def load_through_nodes():
+    """What this rank saved, or rank 0 where there was no such rank. A file that is not whole ends the worker."""
+    import torch
+
+    place = hpc_elastic.latest_checkpoint()
+    if place is None:
+        return None
+    own = place / f"rank{RANK}.pt"
+    state = torch.load(own if own.exists() else place / "rank0.pt", weights_only=True)
+    assert place.name == f"step-{state['step']}", f"{place} has step {state['step']}"
+    assert len(state["pad"]) == PAD, f"{own} is not whole"
+    assert (state["pad"] == state["step"]).all(), f"{own} is not whole"
+    return state
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pace", type=float, default=0.1)
     parser.add_argument("--last", type=int, default=1 << 60)
+    parser.add_argument("--through-nodes", action="store_true", help="all ranks save in hpc_elastic.checkpoint_dir")
     args = parser.parse_args()
     journal = Journal(args.folder)
 
@@ -98,9 +116,12 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
     found = [None]
-    if RANK == 0 and (args.folder / "checkpoint.pt").exists():
+    if args.through_nodes:
+        found = [load_through_nodes()]
+    elif RANK == 0 and (args.folder / "checkpoint.pt").exists():
         found = [torch.load(args.folder / "checkpoint.pt", weights_only=True)]
-    dist.broadcast_object_list(found, src=0)
+    if not args.through_nodes:
+        dist.broadcast_object_list(found, src=0)
     step, loss_sum = 0, 0.0
     if found[0] is not None:
         model.load_state_dict(found[0]["model"])
@@ -111,12 +132,18 @@ def main():
 
     def checkpoint():
         state = {"step": step, "loss_sum": loss_sum, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if args.through_nodes:
+            with hpc_elastic.checkpoint_dir(step) as place:
+                assert not (place / f"rank{RANK}.pt").exists(), "an empty folder"
+                torch.save({**state, "pad": torch.full((PAD,), step)}, place / f"rank{RANK}.pt")
+            journal.note(saved=step)
+            return
         with hpc_elastic.section("checkpoint"):
             is_saved = save(args.folder, state)
         if is_saved:
             journal.note(saved=step)
 
-    is_last = False
+    is_last, saves = False, args.through_nodes or RANK == 0
     while not is_last:
         step += 1
         batch = torch.randint(512, (BATCH,), generator=torch.Generator().manual_seed(step))
@@ -133,10 +160,10 @@ def main():
             journal.note(step=step, loss=sums[0].item())
         if hpc_elastic.should_checkpoint(step) and not is_last:
             journal.note(notice=True)
-            if RANK == 0:
+            if saves:
                 checkpoint()
             return
-        if RANK == 0 and (is_last or step % SAVE_EVERY == 0):
+        if saves and (is_last or step % SAVE_EVERY == 0):
             checkpoint()
         planted(args.folder, journal)
         time.sleep(args.pace)
