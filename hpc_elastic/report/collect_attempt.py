@@ -175,9 +175,9 @@ class AttemptBuilder(Struct):
         for end in self.history.agent_ends:
             if end.code != 0 and (end.code is not None or end in self.replaced_ends):
                 bad_ends.setdefault(end.node, []).append(end)
-        for part in self.rounds.values():
-            for node in part.chosen if part.nodes else ():
-                part.nodes.setdefault(node, RoundNode(node, self.name_of(node)))
+        for begun in self.rounds.values():
+            for node in begun.chosen if begun.nodes else ():
+                begun.nodes.setdefault(node, RoundNode(node, self.name_of(node)))
         for node in bad_ends:
             mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
             self.cut_short[node] = [index for index in mine[:-1] if node not in self.rounds[index].ended]
