@@ -228,6 +228,7 @@ class Stage:
         """What Slurm says when it is asked."""
         self.allocation = Allocation.HELD
         self.script: deque[Callable[[], Any] | float] = deque()
+        self.noted = 0.0
         self.agents = Agents(self.world, self._plays())
         self.look = Look(self.world, ready)
         self.end_claim = EndClaim(
@@ -265,17 +266,36 @@ class Stage:
         self.script.extend(script)
         return self.supervisor.run()
 
-    def done(self) -> None:
-        """All agents that run say that their workers have ended with 0."""
+    def at(self, act: Callable[[], Any]) -> Callable[[], None]:
+        """A step that notes its time, for `since`, and then acts."""
+
+        def step() -> None:
+            self.noted = self.world.clock.now
+            act()
+
+        return step
+
+    @property
+    def since(self) -> float:
+        return self.world.clock.now - self.noted
+
+    def sent(self, number: signal.Signals) -> Callable[[], None]:
+        return lambda: self.signals.append(number)
+
+    def newest(self) -> RoundRecord:
         record = self.world.newest()
         assert record is not None
+        return record
+
+    def done(self) -> None:
+        """All agents that run say that their workers have ended with 0."""
+        record = self.newest()
         for agent in self.agents.of.values():
             agent.participant.claims.report_done(record.round)
 
     def saved(self) -> None:
         """All agents that run say where their workers stand, and that they have saved."""
-        record = self.world.newest()
-        assert record is not None
+        record = self.newest()
         for agent in self.agents.of.values():
             agent.participant.claims.report_noted(record.round, PreemptionStatus(heeds=True, step=7, rate=1.0))
             agent.participant.claims.report_kept(record.round)

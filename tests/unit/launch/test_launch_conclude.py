@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision, RequeueWay
-from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
+from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AttemptContext, EligibleNodes
+from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import load_record
@@ -70,6 +70,9 @@ class Site:
         return Requeued(summary="job 7 is requeued", next_job=self.next_job)
 
 
+World = tuple[Site, Callable[..., RequeueDecision]]
+
+
 def context(
     paths: RunPaths, spec: RunSpec, site: Site, attempt: AttemptInfo, events: EventLog, clock: FakeClock
 ) -> AttemptContext:
@@ -77,7 +80,7 @@ def context(
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> tuple[Site, Callable[..., RequeueDecision]]:
+def world(tmp_path: Path) -> World:
     """A run whose node n3 was lost a minute ago."""
     builder = RunBuilder(tmp_path / "run")
     builder.attempt(0)
@@ -106,7 +109,7 @@ def events_of(paths: RunPaths, name: str) -> list[dict[str, Any]]:
     return [event for event in read_events(paths.attempt(0).events) if event["event"] == name]
 
 
-def test_all_is_written_before_slurm_is_asked(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+def test_all_is_written_before_slurm_is_asked(world: World) -> None:
     site, end = world
     paths = site.paths
 
@@ -126,7 +129,7 @@ def test_all_is_written_before_slurm_is_asked(world: tuple[Site, Callable[..., R
 
 
 def test_a_run_whose_directory_was_removed_is_not_requeued(
-    tmp_path: Path, world: tuple[Site, Callable[..., RequeueDecision]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next attempt would find no run; and it is said once."""
     site, _ = world
@@ -140,7 +143,7 @@ def test_a_run_whose_directory_was_removed_is_not_requeued(
     assert not site.paths.root.exists()
 
 
-def test_a_follow_on_job_is_kept(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+def test_a_follow_on_job_is_kept(world: World) -> None:
     site, end = world
     site.next_job = "8"
     end(attempt=replace(ATTEMPT, requeue_way="chain"), spec=replace(SPEC, requeue_with=RequeueChoice.CHAIN))
@@ -151,9 +154,7 @@ def test_a_follow_on_job_is_kept(world: tuple[Site, Callable[..., RequeueDecisio
     assert [event["job_id"] for event in events_of(site.paths, "requeued")] == ["8"]
 
 
-def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(
-    world: tuple[Site, Callable[..., RequeueDecision]],
-) -> None:
+def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(world: World) -> None:
     """Cancelled in the moment in which it began: its SIGTERM came before anybody could hear, and srun gets no steps."""
     site, end = world
     site.answer = SlurmAnswer(JobCondition.ENDED)
@@ -166,14 +167,14 @@ def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(
     assert "but the job was cancelled meanwhile" in site.paths.attempt(0).report_text.read_text()
 
 
-def test_a_silent_controller_is_no_reason_not_to_requeue(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+def test_a_silent_controller_is_no_reason_not_to_requeue(world: World) -> None:
     site, end = world
     site.answer = SlurmAnswer(JobCondition.SILENT)
     assert end().action is RequeueAction.REQUEUE
     assert len(site.plans) == 1
 
 
-def test_a_requeue_that_failed_is_an_end(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+def test_a_requeue_that_failed_is_an_end(world: World) -> None:
     site, end = world
 
     def refuse() -> None:
@@ -189,7 +190,7 @@ def test_a_requeue_that_failed_is_an_end(world: tuple[Site, Callable[..., Requeu
     assert "requeueing job 7: no" in site.paths.attempt(0).report_text.read_text()
 
 
-def test_one_that_is_killed_leaves_the_verdict(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+def test_one_that_is_killed_leaves_the_verdict(world: World) -> None:
     """Whether before Slurm was asked or after: the files say "requeue", and Slurm says whether it came about."""
     site, end = world
 
@@ -210,7 +211,7 @@ def test_one_that_is_killed_leaves_the_verdict(world: tuple[Site, Callable[..., 
     assert len({plan.excluded for plan in site.plans}) == 1
 
 
-def test_an_attempt_that_ends_the_run_asks_slurm_nothing(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+def test_an_attempt_that_ends_the_run_asks_slurm_nothing(world: World) -> None:
     site, end = world
     site.eligible_nodes = lambda: pytest.fail("asked")  # type: ignore[method-assign]
     end(SUCCESS)
@@ -222,7 +223,7 @@ def test_an_attempt_that_ends_the_run_asks_slurm_nothing(world: tuple[Site, Call
     ("error", "is_ours"), [(FileNotFoundError(2, "No such file or directory"), False), (ValueError("odd"), True)]
 )
 def test_only_a_defect_of_ours_shows_its_traceback(
-    world: tuple[Site, Callable[..., RequeueDecision]],
+    world: World,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: Exception,
@@ -242,7 +243,7 @@ def test_only_a_defect_of_ours_shows_its_traceback(
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_cancelled_job_says_nothing_of_the_nodes_where_no_agent_could_be_started(
-    world: tuple[Site, Callable[..., RequeueDecision]], tmp_path: Path, heard: bool
+    world: World, tmp_path: Path, heard: bool
 ) -> None:
     site, end = world
     RunBuilder(tmp_path / "run").event(
@@ -288,7 +289,7 @@ def test_where_nothing_is_bad_slurm_is_not_asked_for_nodes(tmp_path: Path) -> No
     assert len(load_record(builder.paths.nodes_json).evidence) == 1
 
 
-def test_attempts_without_progress_are_counted(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+def test_attempts_without_progress_are_counted(world: World) -> None:
     site, end = world
     failed = replace(TOO_FEW, outcome=Outcome.FAILED, reason="restarts exhausted")
     for number, result, idle, delay in (

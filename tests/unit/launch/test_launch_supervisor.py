@@ -38,35 +38,28 @@ def test_a_node_that_slurm_has_given_up_leaves_the_end_to_another(s: Stage, foun
 
 def test_where_no_other_process_finishes_the_attempt_it_is_finished_here(s: Stage) -> None:
     s.allocation = Allocation.UNKNOWN
-    closed_at: list[float] = []
-    result = s.run(3.0, s.done, lambda: closed_at.append(s.world.clock.now))
+    result = s.run(3.0, s.done, s.at(lambda: None))
     assert result.outcome is Outcome.SUCCEEDED
     assert not s.supervisor.superseded
-    assert END_UNCONFIRMED <= s.world.clock.now - closed_at[0] <= END_UNCONFIRMED + 5
+    assert END_UNCONFIRMED <= s.since <= END_UNCONFIRMED + 5
     assert not claim_end(s.world.store, "another")
 
 
 def test_slurm_is_asked_again_and_a_confirmation_that_comes_later_counts(s: Stage) -> None:
     s.allocation = Allocation.UNKNOWN
-    began: list[float] = []
-
-    def answer() -> None:
-        s.allocation = Allocation.HELD
-        began.append(s.world.clock.now)
-
+    answer = s.at(lambda: setattr(s, "allocation", Allocation.HELD))
     assert s.run(3.0, s.done, 2.0, answer).outcome is Outcome.SUCCEEDED
     assert not s.supervisor.superseded
-    assert s.world.clock.now - began[0] < END_UNCONFIRMED / 2
+    assert s.since < END_UNCONFIRMED / 2
 
 
 def test_where_slurms_signal_has_come_slurm_is_not_asked(s: Stage) -> None:
     """It reaches this node, and its SIGKILL is near."""
     s.allocation = Allocation.UNKNOWN
     s.answer = SlurmAnswer(JobCondition.ENDED)
-    began: list[float] = []
-    s.run(3.0, s.done, 2.0, lambda: began.append(s.world.clock.now), lambda: s.signals.append(signal.SIGTERM))
+    s.run(3.0, s.done, 2.0, s.at(s.sent(signal.SIGTERM)))
     assert not s.supervisor.superseded
-    assert s.world.clock.now - began[0] < 5
+    assert s.since < 5
     assert not claim_end(s.world.store, "another")
 
 
@@ -81,20 +74,14 @@ def test_a_superseded_attempt_ends_and_finishes_nothing(s: Stage) -> None:
 
 def test_a_lost_node_of_which_nobody_hears_is_tried_until_it_is_back(s: Stage) -> None:
     s.agents.hears_all_ends = False
-    back_at: list[float] = []
-
-    def power_on() -> None:
-        s.agents.powerless.clear()
-        back_at.append(s.world.clock.now)
-
+    power_on = s.at(s.agents.powerless.clear)
     result = s.run(3.0, lambda: s.agents.cut_power(2), 40.0, power_on, 60.0, s.done)
     assert result.outcome is Outcome.SUCCEEDED
     tries = [at for node, at in s.agents.relaunched if node == 2]
     assert len(tries) == len(s.agents.relaunched) >= 3
-    assert [at > back_at[0] for at in tries] == [False] * (len(tries) - 1) + [True], "and not again once it is there"
-    record = s.world.newest()
-    assert record is not None
-    assert {member.node for member in record.members} == {0, 1, 2}
+    back_at = s.noted
+    assert [at > back_at for at in tries] == [False] * (len(tries) - 1) + [True], "and not again once it is there"
+    assert {member.node for member in s.newest().members} == {0, 1, 2}
     assert {fields["node"] for fields in s.names("agent_ended")} == {0, 1, 2}
     assert all(fields["detail"] != "launch failed" for fields in s.names("agent_ended"))
 
@@ -151,66 +138,40 @@ def test_what_the_record_says_is_handed_on(s: Stage, outcome: Outcome, fingerpri
 
 def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(s: Stage) -> None:
     s.agents.stubborn = True
-    closed_at: list[float] = []
-
-    def done() -> None:
-        s.done()
-        closed_at.append(s.world.clock.now)
-
-    assert s.run(3.0, done).outcome is Outcome.SUCCEEDED
-    waited = s.world.clock.now - closed_at[0]
-    assert 30 + END_RESERVE - 1 < waited < 30 + END_RESERVE + 2
+    assert s.run(3.0, s.at(s.done)).outcome is Outcome.SUCCEEDED
+    assert 30 + END_RESERVE - 1 < s.since < 30 + END_RESERVE + 2
     assert len(s.agents.ends) == 1
 
 
 def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(s: Stage) -> None:
     s.agents.silent = True
-    closed_at: list[float] = []
-
-    def done() -> None:
-        s.done()
-        closed_at.append(s.world.clock.now)
-
-    assert s.run(3.0, done).outcome is Outcome.SUCCEEDED
-    assert s.world.clock.now - closed_at[0] < 5
+    assert s.run(3.0, s.at(s.done)).outcome is Outcome.SUCCEEDED
+    assert s.since < 5
 
 
 @pytest.mark.parametrize("slurm_gives_up", [True, False])
 def test_a_node_that_crashes_as_the_run_ends_is_not_waited_for(s: Stage, slurm_gives_up: bool) -> None:
     """It crashed while the workers saved; the others have ended, and srun waits for its task for ever."""
     s.agents.silent = True
-    known_at: list[float] = []
 
     def crash_and_close() -> None:
         s.agents.of[1].frozen = True
         close_run(s.world.store, "unit", Outcome.PREEMPTED, "saved")
 
-    def give_up() -> None:
-        if slurm_gives_up:
-            s.agents.give_up(1)
-        known_at.append(s.world.clock.now)
-
-    assert s.run(3.0, crash_and_close, 5.0, give_up).outcome is Outcome.PREEMPTED
-    assert s.world.clock.now - known_at[0] < (3 if slurm_gives_up else 8)
+    known = s.at(lambda: s.agents.give_up(1) if slurm_gives_up else None)
+    assert s.run(3.0, crash_and_close, 5.0, known).outcome is Outcome.PREEMPTED
+    assert s.since < (3 if slurm_gives_up else 8)
 
 
 # -- agents that end before the run does
 
 
 def test_an_agent_that_dies_is_started_again_after_a_moment(s: Stage) -> None:
-    at: list[float] = []
-
-    def kill() -> None:
-        at.append(s.world.clock.now)
-        s.agents.kill(1)
-
-    result = s.run(3.0, kill, 3.0, s.done)
-    assert result.outcome is Outcome.SUCCEEDED
+    assert s.run(3.0, s.at(lambda: s.agents.kill(1)), 3.0, s.done).outcome is Outcome.SUCCEEDED
     ((node, when),) = s.agents.relaunched
     assert node == 1
-    assert SETTLE_SECONDS <= when - at[0] < SETTLE_SECONDS + 3 * TICK
-    record = s.world.newest()
-    assert record is not None
+    assert SETTLE_SECONDS <= when - s.noted < SETTLE_SECONDS + 3 * TICK
+    record = s.newest()
     assert record.round == 1
     assert record.restarts_used == 0
     assert sorted(m.node for m in record.members) == [0, 1, 2]
@@ -231,9 +192,7 @@ def test_one_that_dies_again_and_again_is_given_up(s: Stage) -> None:
     assert len(s.agents.relaunched) == RELAUNCHES_PER_NODE
     assert s.world.store.list("gone") == ["00001"]
     assert result.outcome is Outcome.SUCCEEDED, "the others go on: MIN is 2"
-    record = s.world.newest()
-    assert record is not None
-    assert sorted(m.node for m in record.members) == [0, 2]
+    assert sorted(m.node for m in s.newest().members) == [0, 2]
 
 
 def test_each_node_has_starts_of_its_own(s: Stage) -> None:
@@ -266,8 +225,7 @@ def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
     result = s.run(3.0, all_die)
     assert (result.outcome, result.retryable) == (Outcome.FAILED, False)
     assert result.reason == "every agent refused to start the workers (exit code 2)"
-    record = s.world.newest()
-    assert record is not None
+    record = s.newest()
     assert (record.status, record.outcome) == (Status.CLOSED, Outcome.FAILED), "said in the store too"
 
 
@@ -288,7 +246,7 @@ def test_agents_that_all_refuse_would_do_so_again(s: Stage, code: int | None, st
 
 def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(s: Stage) -> None:
     s.agents.stubborn = True
-    s.run(3.0, lambda: s.signals.append(signal.SIGTERM), 1.0, lambda: s.agents.kill(1))
+    s.run(3.0, s.sent(signal.SIGTERM), 1.0, lambda: s.agents.kill(1))
     assert s.agents.relaunched == []
 
 
@@ -310,27 +268,21 @@ def test_nobody_is_started_again_for_an_end_that_a_cache_hides(s: Stage, outcome
 
 
 def test_a_store_that_does_not_answer_delays_a_restart_and_prevents_none(s: Stage) -> None:
-    at: list[float] = []
-
     def kill() -> None:
-        at.append(s.world.clock.now)
         s.look.hangs = True
         s.agents.kill(1)
 
-    def thaw() -> None:
-        s.look.hangs = False
-
-    s.run(3.0, kill, NEWS_SECONDS + 2.0, thaw, 3.0, s.done)
+    s.run(3.0, s.at(kill), NEWS_SECONDS + 2.0, lambda: setattr(s.look, "hangs", False), 3.0, s.done)
     ((node, when),) = s.agents.relaunched
     assert node == 1
-    assert NEWS_SECONDS <= when - at[0] < NEWS_SECONDS + SETTLE_SECONDS + 3 * TICK
+    assert NEWS_SECONDS <= when - s.noted < NEWS_SECONDS + SETTLE_SECONDS + 3 * TICK
 
 
 # -- signals
 
 
 def test_ctrl_c_closes_the_run_and_lets_the_workers_end(s: Stage) -> None:
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGINT))
+    result = s.run(3.0, s.sent(signal.SIGINT))
     assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGINT on head", 2)
     assert s.agents.ends != [AT_ONCE]
     assert s.names("notice") == [{"signal": "SIGINT", "sender": ""}]
@@ -339,28 +291,16 @@ def test_ctrl_c_closes_the_run_and_lets_the_workers_end(s: Stage) -> None:
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_second_ctrl_c_or_one_after_another_signal_kills_at_once(s: Stage, first: signal.Signals) -> None:
     s.agents.stubborn = True
-    at: list[float] = []
-
-    def press(number: signal.Signals) -> None:
-        at.append(s.world.clock.now)
-        s.signals.append(number)
-
-    result = s.run(3.0, lambda: press(first), 2.0, lambda: press(signal.SIGINT))
-    assert result.outcome is Outcome.CANCELLED
-    assert s.world.clock.now - at[1] < 1
+    assert s.run(3.0, s.sent(first), 2.0, s.at(s.sent(signal.SIGINT))).outcome is Outcome.CANCELLED
+    assert s.since < 1
     assert s.agents.ends == [AT_ONCE]
 
 
 def test_a_repeated_sigterm_tells_nothing(s: Stage) -> None:
     s.agents.stubborn = True
-    at: list[float] = []
-
-    def term() -> None:
-        at.append(s.world.clock.now)
-        s.signals.append(signal.SIGTERM)
-
-    s.run(3.0, term, 1.0, term, 1.0, term)
-    assert s.world.clock.now - at[0] > 30
+    term = s.sent(signal.SIGTERM)
+    s.run(3.0, s.at(term), 1.0, term, 1.0, term)
+    assert s.since > 30
 
 
 def test_ctrl_c_before_anybody_is_there(s: Stage) -> None:
@@ -370,7 +310,7 @@ def test_ctrl_c_before_anybody_is_there(s: Stage) -> None:
 
 
 def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(s: Stage) -> None:
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 5.0, s.saved)
+    result = s.run(3.0, s.sent(signal.SIGUSR2), 5.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
     assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
     assert "of 85 s" in result.reason, "of 120 seconds, 30 are the workers' grace, and 5 a reserve"
@@ -396,10 +336,8 @@ def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(s: S
 def test_a_second_notice_that_leaves_less_time_shortens_the_first(s: Stage, heard_by: str) -> None:
     """A user's requeue with a long grace, and then a preemption with a short one, which the agents alone hear of."""
     s.answer = SlurmAnswer(JobCondition.RUNNING)
-    times: list[float] = []
 
     def sooner() -> None:
-        times.append(s.world.clock.now)
         s.answer = SlurmAnswer(JobCondition.PREEMPTING, 20.0)
         if heard_by == "supervisor":
             s.signals.append(signal.SIGUSR2)
@@ -407,13 +345,13 @@ def test_a_second_notice_that_leaves_less_time_shortens_the_first(s: Stage, hear
             for node, agent in s.agents.of.items():
                 agent.participant.to_all.heard(f"SIGTERM on n{node}")
 
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 10.0, sooner)
+    result = s.run(3.0, s.sent(signal.SIGUSR2), 10.0, s.at(sooner))
     assert re.fullmatch(r"notice SIG\w+ on \w+ \(preemption\); n0, n1, n2 had not saved after 11 s", result.reason)
-    assert 11 <= s.world.clock.now - times[0] < 20, "and not the 75 s that were left of the first"
+    assert 11 <= s.since < 20, "and not the 75 s that were left of the first"
     assert result.outcome is Outcome.PREEMPTED
     assert [told["seconds"] for told in s.names("signal_decided")] == [120.0, 20.0]
     assert s.supervisor._notice is not None
-    assert s.supervisor._notice.job_ends == pytest.approx(times[0] + 20, abs=1), "it would close the run itself, too"
+    assert s.supervisor._notice.job_ends == pytest.approx(s.noted + 20, abs=1), "it would close the run itself, too"
 
 
 def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(s: Stage) -> None:
@@ -423,7 +361,7 @@ def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(s: Stage) 
         s.answer = SlurmAnswer(JobCondition.ENDED)
         s.agents.of[1].participant.to_all.heard("SIGTERM on n1")
 
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
+    result = s.run(3.0, s.sent(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
     assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
 
@@ -467,7 +405,7 @@ def test_slurms_own_requeue_has_its_reason_and_the_node_that_could_not_launch(s:
     s.answer = SlurmAnswer(JobCondition.REQUEUED, held="launch failed requeued held")
     s.agents.powerless = {0, 1, 2}
     s.agents.unlaunched = {1: "Job prolog failed"}
-    result = s.run(0.1, lambda: s.signals.append(signal.SIGTERM))
+    result = s.run(0.1, s.sent(signal.SIGTERM))
     why = "SIGTERM on head (requeue; Slurm: launch failed requeued held)"
     assert (result.outcome, result.requeued) == (Outcome.PREEMPTED, True)
     assert result.reason == f"{why}; n1: Job prolog failed"
@@ -480,7 +418,7 @@ def test_what_a_sigterm_means_is_slurms_to_say(
 ) -> None:
     s.answer, s.sender = SlurmAnswer(condition), "from pid 812 (slurmstepd)"
     if heard_by == "supervisor":
-        result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
+        result = s.run(3.0, s.sent(signal.SIGTERM))
         assert result.reason == f"SIGTERM on head{why}"
     else:
         heard = "SIGTERM on n1 from pid 812 (slurmstepd)"
@@ -501,12 +439,11 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(s: Stage) ->
         for node, agent in s.agents.of.items():
             agent.participant.to_all.heard(f"SIGTERM on n{node}")
 
-    result = s.run(3.0, hear, 3.0, lambda: s.signals.append(signal.SIGTERM), 3.0, s.saved)
+    result = s.run(3.0, hear, 3.0, s.sent(signal.SIGTERM), 3.0, s.saved)
     assert result.outcome is Outcome.PREEMPTED
     assert re.fullmatch(r"notice SIGTERM on n\d \(preemption\); saved in \d+ of 35 s", result.reason)
     assert (result.signal_number, result.requeued, result.cancelled) == (None, False, False)
-    record = s.world.newest()
-    assert record is not None
+    record = s.newest()
     assert record.notice is not None
     assert record.notice.left == 60.0, "an agent ends its workers in what is left of it"
 
@@ -516,7 +453,7 @@ def test_a_cancel_while_the_workers_save_ends_everything(s: Stage) -> None:
         s.answer = SlurmAnswer(JobCondition.ENDED)
         s.signals.append(signal.SIGTERM)
 
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancel)
+    result = s.run(3.0, s.sent(signal.SIGUSR2), 3.0, cancel)
     assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGTERM on head", 15)
 
 
@@ -547,8 +484,7 @@ def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(s: Stage) -> N
         s.answer = SlurmAnswer(JobCondition.RUNNING, 120.0, 86400.0)
 
     def saved() -> None:
-        record = s.world.newest()
-        assert record is not None
+        record = s.newest()
         assert record.notice is not None
         s.saved()
 
@@ -584,20 +520,18 @@ def test_an_end_that_no_log_could_take_is_known_all_the_same(s: Stage) -> None:
 
 def test_a_sigterm_after_the_notice_does_not_make_it_slurms(s: Stage) -> None:
     s.agents.stubborn = True
-    result = s.run(
-        3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, s.saved, 3.0, lambda: s.signals.append(signal.SIGTERM)
-    )
+    result = s.run(3.0, s.sent(signal.SIGUSR2), 3.0, s.saved, 3.0, s.sent(signal.SIGTERM))
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
 
 
 def test_a_sigterm_after_the_verdict_changes_nothing(s: Stage) -> None:
     s.agents.stubborn = True
-    result = s.run(3.0, s.done, 1.0, lambda: s.signals.append(signal.SIGTERM))
+    result = s.run(3.0, s.done, 1.0, s.sent(signal.SIGTERM))
     assert (result.outcome, result.signal_number) == (Outcome.SUCCEEDED, None)
 
 
 def test_the_end_of_a_child_is_no_notice(s: Stage) -> None:
-    assert s.run(3.0, lambda: s.signals.append(signal.SIGCHLD), 1.0, s.done).outcome is Outcome.SUCCEEDED
+    assert s.run(3.0, s.sent(signal.SIGCHLD), 1.0, s.done).outcome is Outcome.SUCCEEDED
     assert s.names("notice") == []
 
 
@@ -692,7 +626,7 @@ def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(s: Sta
 
 
 def test_a_store_that_takes_the_end_spares_the_agents_the_signal(s: Stage) -> None:
-    s.run(3.0, lambda: s.signals.append(signal.SIGINT))
+    s.run(3.0, s.sent(signal.SIGINT))
     assert s.agents.terminated == []
 
 
@@ -729,42 +663,39 @@ def test_a_run_that_goes_on_needs_no_look_at_all(s: Stage) -> None:
 
 
 def test_a_dead_agent_is_started_again_in_time_without_polling(s: Stage) -> None:
-    sleeper, at = Sleeper(s), []
+    sleeper = Sleeper(s)
 
     def kill() -> None:
         s.look.hangs = True
-        at.append(s.world.clock.now)
         s.agents.kill(1)
         sleeper.begin()
         s.agents.relaunch = lambda node: s.signals.append(signal.SIGTERM)  # type: ignore[method-assign]
 
-    s.run(3.0, kill)
-    assert sleeper.turns[0] - at[0] == pytest.approx(NEWS_SECONDS + SETTLE_SECONDS, abs=2 * TICK)
+    s.run(3.0, s.at(kill))
+    assert sleeper.turns[0] - s.noted == pytest.approx(NEWS_SECONDS + SETTLE_SECONDS, abs=2 * TICK)
     assert len(sleeper.turns) < 6
 
 
 def test_a_silent_store_and_stubborn_agents_are_waited_for_without_polling(s: Stage) -> None:
     s.agents.stubborn = True
-    sleeper, at = Sleeper(s), []
+    sleeper = Sleeper(s)
 
     def hang() -> None:
-        at.append(s.world.clock.now)
         s.look.hangs = True
         s.signals.append(signal.SIGINT)
         s.agents.take()  # the turn that takes the signal in
         sleeper.begin()
 
-    s.run(3.0, hang)
-    assert s.agents.terminated[0] - at[0] == pytest.approx(SILENT_SECONDS, abs=3 * TICK)
-    assert s.world.clock.now - at[0] == pytest.approx(SILENT_SECONDS + 30.0 + module.SILENT_RESERVE, abs=5 * TICK)
+    s.run(3.0, s.at(hang))
+    assert s.agents.terminated[0] - s.noted == pytest.approx(SILENT_SECONDS, abs=3 * TICK)
+    assert s.since == pytest.approx(SILENT_SECONDS + 30.0 + module.SILENT_RESERVE, abs=5 * TICK)
     assert len(sleeper.turns) <= 4
 
 
 def test_the_end_of_all_agents_is_dealt_with_without_polling(s: Stage) -> None:
-    sleeper, at = Sleeper(s), []
+    sleeper = Sleeper(s)
 
     def all_die() -> None:
-        at.append(s.world.clock.now)
         s.look.hangs = True
         for node in (0, 1, 2):
             s.agents.kill(node, None, started=False)
@@ -777,8 +708,8 @@ def test_the_end_of_all_agents_is_dealt_with_without_polling(s: Stage) -> None:
 
         s.agents.take = last  # type: ignore[method-assign]
 
-    result = s.run(3.0, all_die)
+    result = s.run(3.0, s.at(all_die))
     assert (result.outcome, result.reason) == (Outcome.TOO_FEW_NODES, "no agent could be started")
     waited = module.ORPHANED_SECONDS + module.CLOSE_SECONDS
-    assert s.world.clock.now - at[0] == pytest.approx(waited, abs=5 * TICK)
+    assert s.since == pytest.approx(waited, abs=5 * TICK)
     assert len(sleeper.turns) <= 4
