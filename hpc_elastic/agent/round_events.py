@@ -138,20 +138,19 @@ def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) ->
 def log_stacks(
     events: EventLog, round_index: int, *, stacks: Mapping[int, RankStacks], beats: Sequence[RankBeat], now: float
 ) -> None:
-    from hpc_elastic.failures.stacks import fold_stacks, fold_threads  # not at an agent's start
+    from hpc_elastic.failures.stacks import fold_ranks  # not at an agent's start
 
-    main = {rank: found.main for rank, found in stacks.items() if found.main}
+    main = [(rank, found.main) for rank, found in sorted(stacks.items()) if found.main]
+    others = [(rank, thread) for rank in sorted(stacks) for thread in dict.fromkeys(stacks[rank].others)]
     events.write(
         StacksTaken(
             round=round_index,
-            groups=tuple(
-                RankStack(ranks=tuple(ranks), stack=tuple(stack)) for ranks, stack in fold_stacks(main)[:_STACK_GROUPS]
-            ),
+            groups=tuple(RankStack(ranks=ranks, stack=stack) for ranks, stack in fold_ranks(main)[:_STACK_GROUPS]),
             threads=tuple(
-                SharedThreadStack(ranks=tuple(ranks), name=name, stack=tuple(stack))
-                for ranks, (name, stack) in fold_threads(stacks)[:_STACK_GROUPS]
+                SharedThreadStack(ranks=ranks, name=name, stack=stack)
+                for ranks, (name, stack) in fold_ranks(others)[:_STACK_GROUPS]
             ),
-            silent=tuple(sorted(set(stacks) - set(main))),
+            silent=tuple(sorted(rank for rank, found in stacks.items() if not found.main)),
             states=tuple(
                 RankState(rank=rank, state=found.where) for rank, found in sorted(stacks.items()) if found.where
             ),

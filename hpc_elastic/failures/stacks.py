@@ -33,6 +33,8 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
 _END = re.compile(r"Extension modules: |Current thread's C stack trace")
 _PROCESS = "/multiprocessing/process.py"
 _MOST_DUMPS = 9
+_SHOWN = 12
+"""Frames of a thread in an event."""
 _OWN_THREAD = "/hpc_elastic/worker_api/flight_recorder.py"
 """This package's own thread in a worker: nothing that its user asks for."""
 
@@ -140,26 +142,20 @@ def describe_stack(frames: Iterable[Frame]) -> str:
     return "\n".join(["Stack where it hung (most recent call last):", *lines]) if lines else ""
 
 
-def short_stack(frames: Iterable[Frame], limit: int = 12) -> list[str]:
+def short_stack(frames: Iterable[Frame]) -> list[str]:
     """Write frames for an event: ``train.py:44 step``, the most recent call last."""
-    return [f"{frame.file}:{frame.line} {frame.function}" for frame in list(frames)[-limit:]]
+    return [f"{frame.file}:{frame.line} {frame.function}" for frame in list(frames)[-_SHOWN:]]
 
 
-def fold_stacks(stacks: Mapping[int, tuple[str, ...]]) -> list[tuple[list[int], tuple[str, ...]]]:
-    """Group ranks by identical `short_stack`: the rarest first, which is the odd one out; then by rank."""
-    return _fold((rank, stacks[rank]) for rank in sorted(stacks))
+def fold_ranks(found: Iterable[tuple[int, T]]) -> list[tuple[tuple[int, ...], T]]:
+    """Group ranks by what they have in common: the rarest first, which is the odd one out; then by rank.
 
-
-def fold_threads(stacks: Mapping[int, RankStacks]) -> list[tuple[list[int], tuple[str, tuple[str, ...]]]]:
-    """The other threads, each kind (name and stack) with its ranks; the rarest first. A rank may have several alike."""
-    return _fold((rank, thread) for rank in sorted(stacks) for thread in dict.fromkeys(stacks[rank].others))
-
-
-def _fold(found: Iterable[tuple[int, T]]) -> list[tuple[list[int], T]]:
+    A rank that has several alike stands once for each.
+    """
     groups: dict[T, list[int]] = {}
     for rank, stack in found:
         groups.setdefault(stack, []).append(rank)
-    return sorted(((ranks, stack) for stack, ranks in groups.items()), key=lambda group: (len(group[0]), group[0]))
+    return sorted(((tuple(ranks), one) for one, ranks in groups.items()), key=lambda group: (len(group[0]), group[0]))
 
 
 _THREADS = 64

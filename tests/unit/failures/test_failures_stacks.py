@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from hpc_elastic.agent.round_events import log_stacks
 from hpc_elastic.failures.stacks import (
     RankStacks,
     describe_stack,
     find_dump,
-    fold_stacks,
-    fold_threads,
+    fold_ranks,
     short_stack,
     stacks_of,
 )
+from tests.rigs.event_pairs import log_into
 
 # CPython 3.11, a worker with a helper thread, hung in a nested call.
 DUMP = """\
@@ -141,13 +144,14 @@ def test_a_stack_reads_like_a_traceback() -> None:
         '  File "/home/ann/a file.py", line 7, in inner',
     ]
     assert describe_stack([]) == ""
-    assert short_stack(dump.main, limit=1) == ["/home/ann/a file.py:7 inner"]
+    assert short_stack(dump.main * 7)[:2] == ["/home/ann/train.py:12 <module>", "/home/ann/a file.py:7 inner"]
+    assert len(short_stack(dump.main * 7)) == 12
 
 
 def test_identical_stacks_fold_and_the_odd_one_comes_first() -> None:
     wait, stuck = ("train.py:9 wait",), ("train.py:6 load",)
-    assert fold_stacks({0: wait, 1: wait, 2: stuck, 3: wait}) == [([2], stuck), ([0, 1, 3], wait)]
-    assert fold_stacks({}) == []
+    assert fold_ranks([(0, wait), (1, wait), (2, stuck), (3, wait)]) == [((2,), stuck), ((0, 1, 3), wait)]
+    assert fold_ranks([]) == []
 
 
 def test_all_threads_of_a_rank_and_the_kernel_s_words_where_there_is_no_stack() -> None:
@@ -161,4 +165,8 @@ def test_all_threads_of_a_rank_and_the_kernel_s_words_where_there_is_no_stack() 
 def test_other_threads_fold_by_name_and_stack() -> None:
     loader, other = ("loader", ("data.py:3 get",)), ("", ("a.py:1 f",))
     stacks = {rank: RankStacks(main=("m",), others=(loader, loader) if rank else (loader, other)) for rank in range(3)}
-    assert fold_threads(stacks) == [([0], other), ([0, 1, 2], loader)]
+    events: list[tuple[str, dict[str, Any]]] = []
+    log_stacks(log_into(events), 0, stacks=stacks, beats=(), now=0.0)  # type: ignore[arg-type]
+    [(_, fields)] = events
+    assert [(group["ranks"], group["name"]) for group in fields["threads"]] == [([0], ""), ([0, 1, 2], "loader")]
+    assert (fields["groups"][0]["ranks"], fields["silent"]) == ([0, 1, 2], [])
