@@ -94,7 +94,7 @@ class HealthChecks(Part):
                 inherited=me.inherited,
                 addresses=tuple(address for address in site.info.addresses if address != LOOPBACK),
                 is_refused_alone=site.coordination.is_refused_alone,
-                gpus_given=JobEnvironment.from_env(me.env).node.gpus if in_job(me.env) else None,
+                gpus_given=JobEnvironment.from_env(me.env).gpus if in_job(me.env) else None,
             ),
             clock=SystemClock(),  # it judges the wall clock as that is now
         )

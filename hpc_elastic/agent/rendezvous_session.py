@@ -138,7 +138,7 @@ def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path
 
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if in_job(env):
-        gpus = JobEnvironment.from_env(env).node.gpus
+        gpus = JobEnvironment.from_env(env).gpus
         lacking = "this node has no GPU of the job's; ask for some with --gpus-per-node"
     elif visible is None and asked == "gpu":
         gpus = len(list(devices.glob("nvidia[0-9]*")))

@@ -110,7 +110,7 @@ def look_at_python(
 def probe_gpus(site: ProbeSite) -> GpusFacts:
     env = site.env
     try:
-        given = JobEnvironment.from_env(env).node.gpus if in_job(env) else None
+        given = JobEnvironment.from_env(env).gpus if in_job(env) else None
     except JobEnvironmentError:
         given = None
     argv = module_command("hpc_elastic.agent.health_gpu", "main")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -71,41 +71,46 @@ class UnableNode(Struct, frozen=True, kw_only=True):
         return f"{how}: {message}" if message else how
 
 
-def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Return whether the nodes failed alike, by something that lasts: another attempt would end the same way.
+class UnableNodes(Struct, frozen=True):
+    nodes: tuple[UnableNode, ...]
+    total: int
+    """The number of all nodes."""
 
-    One failing node shows nothing about the others, unless its agent itself says that the run is not usable.
-    """
-    codes = {node.code for node in unable}
-    if len(unable) == nodes and all(node.lasts for node in unable):
-        return True
-    if len(unable) == nodes == 1:
-        return codes == {ExitCode.USAGE}
-    if not is_everywhere(len(unable), nodes=nodes) or len(codes) != 1:
-        return False
-    # slurmstepd's text (20.11 to 26.05); the exit code is the program's own.
-    return codes <= set(_LASTING) or all("TaskProlog failed" in node.message for node in unable)
+    @property
+    def is_same_everywhere(self) -> bool:
+        """Whether they failed alike, by something that lasts: another attempt would end the same way.
 
+        One failing node shows nothing about the others, unless its agent itself says that the run is not usable.
+        """
+        count, codes = len(self.nodes), {node.code for node in self.nodes}
+        if count == self.total and all(node.lasts for node in self.nodes):
+            return True
+        if count == self.total == 1:
+            return codes == {ExitCode.USAGE}
+        if not is_everywhere(count, nodes=self.total) or len(codes) != 1:
+            return False
+        # slurmstepd's text (20.11 to 26.05); the exit code is the program's own.
+        return codes <= set(_LASTING) or all("TaskProlog failed" in node.message for node in self.nodes)
 
-def is_refused_by_all(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Return whether every agent refused the run's options: the job had enough nodes."""
-    return len(unable) == nodes and all(node.code == ExitCode.USAGE for node in unable)
+    @property
+    def are_refusals(self) -> bool:
+        """Whether every agent refused the run's options: the job had enough nodes."""
+        return len(self.nodes) == self.total and all(node.code == ExitCode.USAGE for node in self.nodes)
 
-
-def describe_unable_nodes(unable: Collection[UnableNode], *, nodes: int) -> str:
-    """The nodes that could not run the agent, with reasons; empty: none."""
-    if not unable:
-        return ""
-    first = next(iter(unable))
-    if is_refused_by_all(unable, nodes=nodes):
-        whose = "the agent" if nodes == 1 else "every agent"
-        return f"{whose} refused to start the workers ({first.reason})"
-    if is_everywhere(len(unable), nodes=nodes):
-        whose = "no node" if len(unable) == nodes else "no node but the batch host"
-        return f"{whose} could run the agent: {first.name}: {first.reason}"
-    parts = [f"{node.name} could not run the agent: {node.reason}" for node in unable]
-    more = f"; {len(parts) - _NAMED} more nodes could not either" if len(parts) > _NAMED else ""
-    return "; ".join(parts[:_NAMED]) + more
+    def __str__(self) -> str:
+        """The nodes that could not run the agent, with reasons; empty: none."""
+        if not self.nodes:
+            return ""
+        first = self.nodes[0]
+        if self.are_refusals:
+            whose = "the agent" if self.total == 1 else "every agent"
+            return f"{whose} refused to start the workers ({first.reason})"
+        if is_everywhere(len(self.nodes), nodes=self.total):
+            whose = "no node" if len(self.nodes) == self.total else "no node but the batch host"
+            return f"{whose} could run the agent: {first.name}: {first.reason}"
+        parts = [f"{node.name} could not run the agent: {node.reason}" for node in self.nodes]
+        more = f"; {len(parts) - _NAMED} more nodes could not either" if len(parts) > _NAMED else ""
+        return "; ".join(parts[:_NAMED]) + more
 
 
 class _Relaunch(Struct, frozen=True, kw_only=True):
@@ -301,16 +306,8 @@ class Agents(Struct, eq=False):
         return self.none_is_left and (unfit > 0 or len(self._unable) == len(self._given_up))
 
     @property
-    def is_same_everywhere(self) -> bool:
-        return is_same_everywhere(self._unable.values(), nodes=len(self.names))
-
-    @property
-    def is_refused_by_all(self) -> bool:
-        return is_refused_by_all(self._unable.values(), nodes=len(self.names))
-
-    @property
-    def describe_unable(self) -> str:
-        return describe_unable_nodes(self._unable.values(), nodes=len(self.names))
+    def unable(self) -> UnableNodes:
+        return UnableNodes(tuple(self._unable.values()), len(self.names))
 
     def why_none_is_left(self, refusal: object) -> str:
         """`refusal` is the filesystem's refusal of this process itself, or None."""
@@ -321,4 +318,4 @@ class Agents(Struct, eq=False):
             reasons.append(what if refusal is None else f"{what}: {refusal}")
         if reasons:
             return f"no node is left: {'; '.join(reasons)}"
-        return self.describe_unable or "no agent could be started"
+        return str(self.unable) or "no agent could be started"

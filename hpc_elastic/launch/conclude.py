@@ -29,9 +29,9 @@ from hpc_elastic.launch.requeue import (
     decide_requeue,
     idle_attempts,
 )
-from hpc_elastic.launch.requeue_job import NextAttempt
+from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt
 from hpc_elastic.launch.signals import JobCondition
-from hpc_elastic.launch.site import AttemptContext, EligibleNodes, Site
+from hpc_elastic.launch.site import AttemptContext, Site
 from hpc_elastic.rendezvous.round_log import RESERVE
 from hpc_elastic.run.attempt import StoredResult, load_result
 from hpc_elastic.run.node_score import (

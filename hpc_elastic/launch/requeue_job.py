@@ -65,6 +65,32 @@ class NextAttempt(Struct, frozen=True, kw_only=True):
     """sbatch's arguments that keep a follow-on job on this job's cluster."""
 
 
+class EligibleNodes(Struct, frozen=True, kw_only=True):
+    known: frozenset[str]
+    usable: frozenset[str]
+    """Neither down nor drained; busy ones count."""
+    required: frozenset[str] = frozenset()
+    excluded: tuple[str, ...] = ()
+
+
+def eligible_nodes(client: SlurmClient, job: JobId) -> EligibleNodes | None:
+    """The nodes of the job's partitions; None: Slurm does not know the job, or can't be asked."""
+    try:
+        state = client.job_state(job)
+        if state is None:
+            return None
+        partitions = client.partitions(state.partition)
+    except SlurmError as error:
+        logger.warning("the partition's nodes can't be asked for: %s", error)
+        return None
+    return EligibleNodes(
+        known=frozenset().union(*(part.names for part in partitions)),
+        usable=frozenset().union(*(part.usable_names for part in partitions)),
+        required=frozenset(state.required),
+        excluded=state.excluded,
+    )
+
+
 class Requeued(Struct, frozen=True, kw_only=True):
     summary: str
     next_job: str = ""
@@ -169,15 +195,11 @@ class JobRequeuer(Struct, eq=False):
     def _nodes_to_ask(self, plan: NextAttempt) -> tuple[tuple[int, int], str] | None:
         if plan.nodes is None or plan.is_late:
             return None
-        try:
-            state = self.client.job_state(self.job)
-            partitions = self.client.partitions(state.partition) if state is not None else ()
-        except SlurmError as error:
-            logger.warning("the partition's nodes can't be asked for: %s", error)
+        eligible = eligible_nodes(self.client, self.job)
+        if eligible is None:
             return None
-        excluded = set(plan.excluded if plan.excluded is not None else state.excluded if state is not None else ())
-        names = frozenset().union(*(part.names for part in partitions)) - excluded
-        up = frozenset().union(*(part.usable_names for part in partitions)) - excluded
+        excluded = set(eligible.excluded if plan.excluded is None else plan.excluded)
+        names, up = eligible.known - excluded, eligible.usable - excluded
         return node_range(plan.nodes, names=names, up=up) if names else None
 
     def _update(self, action: Callable[[], None], patience: float) -> str | None:

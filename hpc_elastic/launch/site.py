@@ -12,7 +12,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.failures.classify import signal_name
-from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
+from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.run.attempt import AttemptInfo
@@ -85,14 +85,6 @@ class Launcher(Protocol):
     def end(self, *, within: float) -> None:
         """Leave nothing of ours behind: SIGTERM, and SIGKILL after `within` seconds."""
         ...
-
-
-class EligibleNodes(Struct, frozen=True, kw_only=True):
-    known: frozenset[str]
-    usable: frozenset[str]
-    """Neither down nor drained; busy ones count."""
-    required: frozenset[str] = frozenset()
-    excluded: tuple[str, ...] = ()
 
 
 class AttemptContext(Struct, frozen=True, kw_only=True):

@@ -21,9 +21,9 @@ from hpc_elastic.agent.worker_environment import pyxis_arguments
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.requeue import Arming, RequeueWay, decide_arming
-from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
+from hpc_elastic.launch.requeue_job import EligibleNodes, JobRequeuer, NextAttempt, Requeued, eligible_nodes
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import Allocation, EligibleNodes, Site, agent_command, attempt_facts, node_mark
+from hpc_elastic.launch.site import Allocation, Site, agent_command, attempt_facts, node_mark
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.run import index
 from hpc_elastic.run.attempt import AttemptInfo
@@ -242,20 +242,7 @@ class SlurmSite(Site):
         return any(state.phase is JobPhase.RUNNING for state in states)
 
     def eligible_nodes(self) -> EligibleNodes | None:
-        try:
-            state = self._hurried.job_state(self._id)
-            if state is None:
-                return None
-            partitions = self._hurried.partitions(state.partition)
-        except SlurmError as error:
-            logger.warning("the partition's nodes can't be asked for: %s", error)
-            return None
-        return EligibleNodes(
-            known=frozenset().union(*(part.names for part in partitions)),
-            usable=frozenset().union(*(part.usable_names for part in partitions)),
-            required=frozenset(state.required),
-            excluded=state.excluded,
-        )
+        return eligible_nodes(self._hurried, self._id)
 
     def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> str | None:
         if self._script is None:

@@ -144,7 +144,7 @@ class StepSite(SlurmSite):
         job = JobEnvironment.from_env(env)
         assert job.task is not None
         self.nodes = step_nodes(job)
-        self.host = job.node.name or job.task.step_nodes[0]
+        self.host = job.node or job.task.step_nodes[0]
 
     def facts(self, spec: RunSpec) -> AttemptInfo:
         if spec.container_image is not None and spec.container_image.runtime is Runtime.PYXIS:
@@ -165,12 +165,13 @@ def step_nodes(job: JobEnvironment) -> tuple[str, ...]:
 
 def check_one_task_per_node(task: TaskFacts) -> None:
     """Raises UsageError where this step has several tasks on a node: an agent has its whole node, GPUs included."""
-    if task.num_tasks == task.num_nodes:
+    nodes = len(task.step_nodes)
+    if task.num_tasks == nodes:
         return
-    most = max(task.tasks_per_node, default=-(-task.num_tasks // task.num_nodes))
+    most = max(task.tasks_per_node, default=-(-task.num_tasks // nodes))
     raise UsageError(
         f"srun started {most} tasks on a node: one agent has the whole node and starts its workers itself; give srun "
-        f"-n{task.num_nodes} --ntasks-per-node=1, and --nproc-per-node {most} to hpc-elastic agent"
+        f"-n{nodes} --ntasks-per-node=1, and --nproc-per-node {most} to hpc-elastic agent"
     )
 
 

@@ -380,10 +380,10 @@ class Supervisor(Struct, eq=False, kw_only=True):
             self._orphaned_since, self._has_closed_for_orphans = now, False
         if now < self._orphaned_since + self._orphans_wait:
             return False
-        refused = self._agents.is_refused_by_all and self.record is not None
+        refused = self._agents.unable.are_refusals and self.record is not None
         if self._has_closed_for_orphans or (self._agents.are_all_unfit and not refused):
             return True
-        reason = self._agents.describe_unable if refused else "all agents ended without a verdict"
+        reason = str(self._agents.unable) if refused else "all agents ended without a verdict"
         self.coordination.ask(lambda p: p.to_all.close(Outcome.FAILED, reason))
         self._has_closed_for_orphans = True
         return False
@@ -439,11 +439,11 @@ class Supervisor(Struct, eq=False, kw_only=True):
             if record.outcome is not Outcome.CANCELLED and record.reason != self._signal_reason:
                 number = None  # it came later, or after a notice: something else has ended the attempt
             result = closed_result(record, record.outcome, signal_number=number)
-            if result.outcome is Outcome.TOO_FEW_NODES and (unable := agents.describe_unable):
-                retryable = result.retryable and not agents.is_same_everywhere
+            if result.outcome is Outcome.TOO_FEW_NODES and (unable := str(agents.unable)):
+                retryable = result.retryable and not agents.unable.is_same_everywhere
                 result = replace(result, reason=f"{result.reason}; {unable}", retryable=retryable)
-            if agents.is_refused_by_all:
-                result = replace(result, outcome=Outcome.FAILED, reason=agents.describe_unable, retryable=False)
+            if agents.unable.are_refusals:
+                result = replace(result, outcome=Outcome.FAILED, reason=str(agents.unable), retryable=False)
             return result
         if self._asked is not None:
             outcome, reason = self._asked
@@ -452,10 +452,10 @@ class Supervisor(Struct, eq=False, kw_only=True):
         elif self.failure is not None:
             outcome, reason = Outcome.FAILED, str(self.failure)
         elif agents.none_is_left:
-            outcome = Outcome.FAILED if agents.is_refused_by_all else Outcome.TOO_FEW_NODES
+            outcome = Outcome.FAILED if agents.unable.are_refusals else Outcome.TOO_FEW_NODES
             reason = agents.why_none_is_left(self.coordination.refusal)
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(
-            outcome=outcome, reason=reason, retryable=not agents.is_same_everywhere, signal_number=number
+            outcome=outcome, reason=reason, retryable=not agents.unable.is_same_everywhere, signal_number=number
         )

@@ -226,14 +226,14 @@ def step_gpu_flags(env: Mapping[str, str], job: JobState | None = None) -> tuple
     if given is None or is_own("SLURM_GPUS_PER_NODE"):
         return ()
     facts = JobEnvironment.from_env(env)
-    here = facts.node.gpus if facts.node.name is not None else 0  # salloc's shell is on no node of the job
+    here = facts.gpus if facts.node is not None else 0  # salloc's shell is on no node of the job
     if given == "SLURM_GPUS":
         try:
             each, rest = divmod(gpu_count(env[given]), len(facts.nodes))
         except ValueError as error:
             raise UsageError(f"{given}={env[given]!r} in the environment {error}") from None
         if rest or here not in (0, each):
-            seen = f"{here} of them are on {facts.node.name}" if here else f"there are {len(facts.nodes)} nodes"
+            seen = f"{here} of them are on {facts.node}" if here else f"there are {len(facts.nodes)} nodes"
             raise UsageError(
                 f"--gpus={env[given]}: {seen}, so they are not the same number on each node; ask with --gpus-per-node"
             )

@@ -30,18 +30,10 @@ class JobEnvironmentError(UsageError):
         HpcElasticError.__init__(self, variable=variable, value=value, why=why)
 
 
-class NodeEnvironment(Struct, frozen=True, kw_only=True):
-    name: str | None
-    """Slurm's name; None in salloc's shell on a login node."""
-    gpus: int
-    """GPUs that processes here can use; 0: Slurm gave none."""
-
-
 class TaskFacts(Struct, frozen=True, kw_only=True):
     step_id: int
     step_nodes: tuple[str, ...]
     """The order of SLURM_STEP_NODELIST."""
-    num_nodes: int
     procid: int
     num_tasks: int
     tasks_per_node: tuple[int, ...]
@@ -57,7 +49,10 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
     cluster: str | None
     nodes: tuple[str, ...]
     """All nodes of the job as it started, in Slurm's order: this is the order of ranks."""
-    node: NodeEnvironment
+    node: str | None
+    """Slurm's name of this one; None in salloc's shell on a login node."""
+    gpus: int
+    """GPUs that processes here can use; 0: Slurm gave none."""
     task: TaskFacts | None
     """None: a batch script, or a shell in an allocation: a process of the job that is in no step."""
 
@@ -72,7 +67,6 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
         """Raises JobEnvironmentError: no Slurm job, or a variable holds nonsense; it names variable and value."""
         reader = _Reader(env)
         in_task = _in_task(reader)
-        gpus = _gpus(reader, "SLURM_STEP_GPUS" if in_task else "SLURM_JOB_GPUS")
         return JobEnvironment(
             job_id=reader.job_id("SLURM_JOB_ID", "SLURM_JOBID"),
             array_job_id=reader.optional_id("SLURM_ARRAY_JOB_ID"),
@@ -80,7 +74,8 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
             restart_count=reader.number("SLURM_RESTART_COUNT", default=0) or 0,
             cluster=reader.text("SLURM_CLUSTER_NAME"),
             nodes=_job_nodes(reader),
-            node=NodeEnvironment(name=reader.text("SLURMD_NODENAME"), gpus=gpus),
+            node=reader.text("SLURMD_NODENAME"),
+            gpus=_gpus(reader, "SLURM_STEP_GPUS" if in_task else "SLURM_JOB_GPUS"),
             task=_task_facts(reader) if in_task else None,
         )
 
@@ -234,11 +229,9 @@ def _job_nodes(reader: _Reader) -> tuple[str, ...]:
 
 
 def _task_facts(reader: _Reader) -> TaskFacts:
-    step_nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
     return TaskFacts(
         step_id=reader.need_number("SLURM_STEP_ID", "SLURM_STEPID"),
-        step_nodes=step_nodes,
-        num_nodes=len(step_nodes),
+        step_nodes=reader.nodes("SLURM_STEP_NODELIST") or (),
         procid=reader.need_number("SLURM_PROCID"),
         num_tasks=reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         tasks_per_node=reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or (),

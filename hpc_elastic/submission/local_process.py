@@ -60,10 +60,8 @@ def lives(paths: RunPaths) -> bool:
     if facts.get("host") != os.uname().nodename:
         return True
     proc = _launcher(paths, facts)
-    if proc is None:
-        return False
-    child = _children.get(proc.pid)
-    return child is None or child.poll() is None
+    child = _children.get(proc.pid) if proc is not None else None
+    return proc is not None and (child is None or child.poll() is None)
 
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:

@@ -20,8 +20,7 @@ from hpc_elastic.launch.agents import (
     RELAUNCHES_PER_NODE,
     Agents,
     UnableNode,
-    describe_unable_nodes,
-    is_same_everywhere,
+    UnableNodes,
 )
 from hpc_elastic.launch.site import AgentEnd
 from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
@@ -120,12 +119,12 @@ def node(name: str, code: int | None = 127, message: str = NOT_FOUND) -> UnableN
 
 
 def test_what_is_said_of_one_and_of_several() -> None:
-    assert describe_unable_nodes([], nodes=3) == ""
-    assert describe_unable_nodes([node("n3")], nodes=3) == f"n3 could not run the agent: exit code 127: {NOT_FOUND}"
+    assert str(UnableNodes((), 3)) == ""
+    assert str(UnableNodes((node("n3"),), 3)) == f"n3 could not run the agent: exit code 127: {NOT_FOUND}"
     assert node("n3", None, "").reason == "Killed"
     said = node("n3", 2, "hpc-elastic: error: n3: the run directory can't be read from this node: missing").reason
     assert said == "exit code 2: n3: the run directory can't be read from this node: missing"
-    many = describe_unable_nodes([node(f"n{number}") for number in range(2, 9)], nodes=20)
+    many = str(UnableNodes(tuple(node(f"n{number}") for number in range(2, 9)), 20))
     assert many.count("could not run the agent") == 4
     assert many.endswith("; 3 more nodes could not either")
 
@@ -149,14 +148,14 @@ def test_what_is_said_of_one_and_of_several() -> None:
 )
 def test_all_nodes_alike_would_end_the_same_way(unable: list[UnableNode], nodes: int, expected: bool) -> None:
     """One node alone shows nothing of the others, but where the agent itself says that the run is not usable."""
-    assert is_same_everywhere(unable, nodes=nodes) is expected
+    found = UnableNodes(tuple(unable), nodes)
+    assert found.is_same_everywhere is expected
     if expected and nodes > 1:
         whose = "no node" if len(unable) == nodes else "no node but the batch host"
+        said = f"{whose} could run the agent: {unable[0].name}: "
         if unable[0].code == 2:
-            said = describe_unable_nodes(unable, nodes=nodes)
-            assert said == f"every agent refused to start the workers ({unable[0].reason})"
-            return
-        assert describe_unable_nodes(unable, nodes=nodes).startswith(f"{whose} could run the agent: {unable[0].name}: ")
+            said = f"every agent refused to start the workers ({unable[0].reason})"
+        assert str(found).startswith(said)
 
 
 def no_agent_on(s: Stage, *nodes: int, code: int = 127) -> None:

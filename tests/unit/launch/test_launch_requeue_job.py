@@ -76,7 +76,9 @@ class World:
         return SimpleNamespace(has_epilog=self.has_epilog)
 
     def _job_state(self, job: JobId) -> Any:
-        return SimpleNamespace(phase=self.phase, restarts=self.restarts, excluded=self.excluded, partition="main")
+        return SimpleNamespace(
+            phase=self.phase, restarts=self.restarts, excluded=self.excluded, required=(), partition="main"
+        )
 
     def _partitions(self, names: str) -> Any:
         assert names == "main"

@@ -15,10 +15,10 @@ import hpc_elastic
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import run_of_this_job
 from hpc_elastic.launch.requeue import RequeueWay
-from hpc_elastic.launch.requeue_job import NextAttempt
+from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signals import JobCondition
-from hpc_elastic.launch.site import Allocation, EligibleNodes
+from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.slurm_site import SlurmSite
 from hpc_elastic.run.container import ContainerImage, Runtime
 from hpc_elastic.run.paths import RunPaths

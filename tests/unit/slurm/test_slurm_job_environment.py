@@ -49,18 +49,18 @@ def test_captured_environment(path: Path) -> None:
         host, task_number = step[1], int(step[2])
         assert job.task is not None
         assert job.task.procid == task_number
-        assert job.node.name == host
+        assert job.node == host
         assert job.task.step_id == 0
         assert sum(job.task.tasks_per_node) == job.task.num_tasks
-        assert len(job.task.step_nodes) == job.task.num_nodes
+        assert job.task.step_nodes
     else:
         assert job.task is None
         if "shell" in path.name:
-            assert job.node.name is None
+            assert job.node is None
         else:
-            assert job.node.name == job.nodes[0]  # the batch host is the first node
+            assert job.node == job.nodes[0]  # the batch host is the first node
         assert job.requeue_id.startswith(job.job_id) or "array" in path.name
-    assert job.node.gpus == expected_gpus(path.name)
+    assert job.gpus == expected_gpus(path.name)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -182,7 +182,7 @@ def test_what_is_missing_is_named(variable: str) -> None:
     ],
 )
 def test_gpus_on_the_node(env: dict[str, str], gpus: int) -> None:
-    assert JobEnvironment.from_env({**TASK, **env}).node.gpus == gpus
+    assert JobEnvironment.from_env({**TASK, **env}).gpus == gpus
 
 
 @pytest.mark.parametrize("step", ["-5", "-6", "4294967291", "4294967290"])
