@@ -17,6 +17,8 @@ from hpc_elastic.errors import UnsafePathError
 
 OUTPUT = "output.log"
 RECORDS = "records.log"
+OF_RUN = ("nodes.json", "preload.json")
+"""Files beside the attempts that are folded with the newest one, under their bare names."""
 LARGEST_PART = 64 << 20
 _MOST_PARTS = 1 << 20
 _LONGEST_HEAD = 4 << 10
@@ -123,6 +125,10 @@ def _folds(path: Path | str, owner: Owner) -> list[tuple[Path, Parts, str]]:
                 return []
             output = attempt / OUTPUT
             return [(attempt / RECORDS, records, name), (output, read_parts(output, owner=owner), name)]
+    if whole.name in OF_RUN:
+        for attempt in sorted(whole.parent.glob("attempt-*"), key=lambda one: (len(one.name), one.name), reverse=True):
+            if whole.name in (records := read_parts(attempt / RECORDS, owner=owner)):
+                return [(attempt / RECORDS, records, whole.name)]
     return []
 
 

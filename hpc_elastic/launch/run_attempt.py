@@ -298,7 +298,8 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
         *([f"around the workers: {spec.around}"] if spec.around else []),
         f"versions: {versions}",
         f"run directory: {paths.root}",
-        f"rank logs: {attempt_paths.root}/round-*/rank-*/{{stdout,stderr}}.log",
+        f"rank logs: hpc-elastic logs {paths.root} (files: {attempt_paths.root.name}/round-*/rank-*/,"
+        f" when the run is over {attempt_paths.root.name}/{attempt_paths.output.name})",
         f"restarts: {spec.max_restarts} per attempt; requeues: {spec.max_requeues}; requeue enabled: {armed}",
         f"stopping workers: SIGTERM, SIGKILL after {spec.shutdown_timeout:g} s"
         + (f" ({attempt.kill_wait:g} s less a reserve where Slurm ends the job)" if attempt.kill_wait else ""),

@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.files import Unreadable, read_json, write_private
-from hpc_elastic.base.folded import LARGEST_PART, OUTPUT, RECORDS, head, read_parts
+from hpc_elastic.base.folded import LARGEST_PART, OF_RUN, OUTPUT, RECORDS, head, read_parts
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
 
 LARGEST_OUTPUT = 1 << 20
@@ -30,6 +30,7 @@ _OUTPUT = re.compile(r"std(out|err)\.log(\.\d{3,9})?\Z")
 _OF_RANK = re.compile(r"error(\.original)?\.json\Z|error-replaced-\d+\.json\Z|stacks\.txt\Z")
 _LINK = re.compile(r'(attempt-\d{3,})/(round-\d{3,}/rank-\d{5,}/[\w.-]+)"')
 _OF_ROUND = re.compile(r"times-node-\d+\Z")
+_OF_ATTEMPT = re.compile(r"(store-host|fork-server)-\d+\.log\Z|agent-\d+\.error\.json\Z")
 
 
 class _File(Struct, frozen=True):
@@ -46,10 +47,11 @@ def fold_run(paths: RunPaths, *, is_late: Callable[[], bool]) -> None:
     nothing is lost.
     """
     is_call = (paths.root / "call.pkl").exists()  # programs have the paths of its ranks' files, as of submitit's
-    for attempt in paths.attempts():
+    attempts = paths.attempts()
+    for attempt in attempts:
         if attempt.result_json.exists() and not is_late():
-            _fold_attempt(attempt, is_late, with_ranks=not is_call)
-    for attempt in paths.attempts():
+            _fold_attempt(attempt, is_late, with_ranks=not is_call, is_newest=attempt is attempts[-1])
+    for attempt in attempts:
         try:
             page = attempt.report_html.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -73,11 +75,13 @@ def relinked(page: str, root: Path) -> str:
     return _LINK.sub(place, page)
 
 
-def _fold_attempt(attempt: AttemptPaths, is_late: Callable[[], bool], *, with_ranks: bool) -> None:
+def _fold_attempt(attempt: AttemptPaths, is_late: Callable[[], bool], *, with_ranks: bool, is_newest: bool) -> None:
     root = attempt.root
     if not (root / RECORDS).exists():
         cause = _error_file_of_cause(attempt)
         files = [file for file in _small_files(root, with_ranks=with_ranks) if root / file.name != cause]
+        if is_newest:
+            files += [file for entry in _entries(root.parent) if entry.name in OF_RUN for file in _file(entry, "")]
         outputs = sorted((file for file in files if _is_output(file)), key=lambda file: file.size)
         total, chosen = 0, []
         for file in outputs:
@@ -95,8 +99,13 @@ def _fold_attempt(attempt: AttemptPaths, is_late: Callable[[], bool], *, with_ra
         for part in sorted(parts, key=lambda part: (part.startswith("store/log/"), part)):
             if is_late():
                 return
-            _remove(root / part, parts[part][1])
+            if is_newest or part not in OF_RUN:  # the run's own are those of a later attempt
+                _remove(_place(root, part), parts[part][1])
     _remove_folders(root)
+
+
+def _place(root: Path, name: str) -> Path:
+    return (root.parent if name in OF_RUN else root) / name
 
 
 def _error_file_of_cause(attempt: AttemptPaths) -> Path | None:
@@ -114,9 +123,12 @@ def _is_output(file: _File) -> bool:
 
 
 def _small_files(root: Path, *, with_ranks: bool) -> Iterator[_File]:
-    for name in sorted(os.listdir(root)):
+    for top in _entries(root):
+        name = top.name
         if name in _RECORDS:
             yield from _below(root, name)
+        elif _OF_ATTEMPT.match(name):
+            yield from _file(top, "")
         elif round_index(name) is not None:
             for entry in _entries(root / name):
                 if _OF_ROUND.match(entry.name):
@@ -151,7 +163,7 @@ def _file(entry: os.DirEntry[str], folder: str, *, may_be_link: bool = False) ->
     is_link = stat.S_ISLNK(info.st_mode)
     is_file = stat.S_ISREG(info.st_mode) or (is_link and may_be_link)
     if is_file and info.st_uid == os.geteuid() and "\n" not in entry.name:
-        yield _File(f"{folder}/{entry.name}", info.st_size, is_link)
+        yield _File(f"{folder}/{entry.name}" if folder else entry.name, info.st_size, is_link)
 
 
 def _write(root: Path, name: str, files: Collection[_File], is_late: Callable[[], bool]) -> bool:
@@ -164,7 +176,7 @@ def _write(root: Path, name: str, files: Collection[_File], is_late: Callable[[]
                 if is_late():
                     temporary.unlink()
                     return False
-                data = _content(root / file.name, file)
+                data = _content(_place(root, file.name), file)
                 to.write(head(file.name, len(data)) + data + b"\n")
             to.flush()
             os.fsync(to.fileno())

@@ -18,6 +18,7 @@ from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.layout import CACHE_FOLDER
 from tests.rigs.slurm_cluster.processes import CROWDED
 from tests.rigs.slurm_runs import SlurmRuns
+from tests.rigs.waiting import until
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOR_TORCHRUN = """
@@ -149,3 +150,10 @@ def test_the_commands_of_the_readme_are_all_that_a_user_needs(
     assert "ValueError: the batch of step 9 has no labels" in own_report.partition("Recovery")[0]
     assert "rank 1 (local_rank 0) on n2" in own_report
     assert "SUCCEEDED" in own_report
+    survived = [found.parent for found in clone.folder.rglob("run.json")]
+    assert len(survived) == 2
+    until(lambda: not any((root / "latest").is_symlink() for root in survived), "the end of both runs", seconds=60)
+    for root in survived:
+        files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+        assert len(files) <= 12, " ".join(files)
+        assert len(list(root.rglob("*"))) - len(files) < 8

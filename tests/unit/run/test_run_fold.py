@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.base.files import read_json
 from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.output.log_streams import merged, read_round_marks, readers_of, round_numbers, streams_of
 from hpc_elastic.report.collect import collect_run
@@ -20,6 +21,7 @@ from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.event_reader import EventFile, event_files
 from hpc_elastic.run.fold import LARGEST_OUTPUT, fold_run
 from hpc_elastic.run.log_pieces import piece_path
+from hpc_elastic.run.node_score import NodeRecord, load_record, save_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.store.file_store import FileStore, FoldedStore
 from tests.rigs.fake_clock import FakeClock
@@ -57,8 +59,11 @@ def ended_run(root: Path, *, nodes: int = 2, per_node: int = 2, printed: Callabl
     store.overwrite("hb/a", "1")
     (attempt.root / "health").mkdir()
     (attempt.root / "health" / "node-00000-a").write_bytes(b"x")
+    (attempt.root / "store-host-00000.log").write_text("a warning of torch's\n")
     builder.paths.latest.symlink_to("attempt-000")
     builder.paths.pace_json.write_text("{}")
+    builder.paths.preload.write_text('{"modules": ["torch"]}')
+    save_record(builder.paths.nodes_json, NodeRecord(excluded=("n2",)))
     write_report(root, attempt=0, outcome="succeeded", exit_code=0)
     StoredResult(outcome="succeeded", reason="", exit_code=0, action="end", decision="").save(attempt.result_json)
     return builder.paths
@@ -78,6 +83,8 @@ def seen(paths: RunPaths) -> tuple[object, ...]:
         printed,
         {key: store.get(key) for key in ("log/1", "log/2", "log/3", "round/000000/join+a")},
         {folder: sorted(store.list(folder)) for folder in ("log", "round", "nothing")},
+        load_record(paths.nodes_json),
+        read_json(paths.preload),
     )
 
 
@@ -111,6 +118,20 @@ def test_a_run_that_is_over_is_few_files_that_say_the_same(tmp_path: Path) -> No
     assert all((paths.root / link).exists() for link in links), links
     fold(paths)
     assert seen(paths) == before
+
+
+def test_what_a_later_attempt_writes_counts_before_what_was_folded(tmp_path: Path) -> None:
+    paths = ended_run(tmp_path / "run", printed=lambda rank: b"")
+    fold(paths)
+    assert load_record(paths.nodes_json).excluded == ("n2",)
+    save_record(paths.nodes_json, NodeRecord(excluded=("n3",)))
+    assert load_record(paths.nodes_json).excluded == ("n3",)
+    later = paths.attempt(1)
+    later.root.mkdir()
+    StoredResult(outcome="succeeded", reason="", exit_code=0, action="end", decision="").save(later.result_json)
+    fold(paths)
+    assert not paths.nodes_json.exists()
+    assert load_record(paths.nodes_json).excluded == ("n3",)
 
 
 def test_64_ranks_that_printed_much(tmp_path: Path) -> None:
