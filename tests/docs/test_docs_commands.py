@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from docs import generate
 from hpc_elastic.cli import config
 from hpc_elastic.cli import main as cli
 from hpc_elastic.cli.doctor import OPTIONS as DOCTOR_OPTIONS
@@ -23,38 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.sh")])
 RUN_OPTIONS = ALL_OPTIONS
 ELSEWHERE = {
-    "--container",
-    "--nv",
-    "--help",
-    "--help-all",
-    "--version",
-    "--run-dir",
-    "--kill",
-    "--name",
-    "--gpus-per-task",
-    "--ntasks",
-    "--no-kill",
-    "--open-mode",
-    "--seed",
-    "--nprocs",
-    "--num_machines",
-    "--ntasks-per-node",
-    "--time-limit",
-    "--mem-per-gpu",
-    "--cpus-per-gpu",
-    "--hint",
-    "--licenses",
-}
+    "--container", "--nv", "--help", "--help-all", "--version", "--run-dir", "--kill", "--name", "--gpus-per-task",
+    "--ntasks", "--no-kill", "--open-mode", "--seed", "--nprocs", "--num_machines", "--ntasks-per-node", "--time-limit",
+    "--mem-per-gpu", "--cpus-per-gpu", "--hint", "--licenses",
+}  # fmt: skip
 """Options that are no subcommand's or no real ones (the example's are looked up in it)."""
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def text_of(page: Path) -> str:
@@ -106,16 +78,7 @@ def test_options_that_are_named_exist(page: Path) -> None:
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
     for program in ("check.py", "soak/__main__.py"):
         known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / program).read_text(encoding="utf-8")))
-    for name in (
-        "report",
-        "logs",
-        "status",
-        "list",
-        "clean",
-        "convert",
-        "cancel",
-        "requeue",
-    ):
+    for name in ("report", "logs", "status", "list", "clean", "convert", "cancel", "requeue"):
         module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
         known |= {word for parameter in module.PARAMETERS for word in parameter.opts}
     known |= {name for option in (*REHEARSE_OPTIONS, *DOCTOR_OPTIONS) for name in option.names}
@@ -123,10 +86,9 @@ def test_options_that_are_named_exist(page: Path) -> None:
     assert not named - known
 
 
-@pytest.mark.parametrize("name", generator().PAGES)
+@pytest.mark.parametrize("name", generate.PAGES)
 def test_generated_pages_are_those_of_this_code(name: str) -> None:
-    module = generator()
-    assert (ROOT / name).read_text(encoding="utf-8") == module.PAGES[name](), "run: python docs/generate.py"
+    assert (ROOT / name).read_text(encoding="utf-8") == generate.PAGES[name](), "run: python docs/generate.py"
 
 
 @pytest.mark.parametrize(

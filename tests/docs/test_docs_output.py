@@ -194,9 +194,9 @@ def test_dumps_of_the_flight_recorder(home: Home, shown_output: ShownOutput) -> 
 
 
 def test_the_texts_by_which_troubleshooting_is_found_are_printed() -> None:
-    """The first column of its tables, where it quotes a text of ours."""
-    quoted = [text for row in re.findall(r"^\| (.*?) \|", page("how-to/troubleshooting.md"), re.MULTILINE)
-              for text in re.findall(r"`([^`]+)`", row)]  # fmt: skip
+    """The heads of its items, where they quote a text of ours."""
+    heads = re.findall(r"^- ((?:[^:`]|`[^`]*`)+): ", page("how-to/troubleshooting.md"), re.MULTILINE)
+    quoted = [text for head in heads for text in re.findall(r"`([^`]+)`", head)]
     files = (*(ROOT / "hpc_elastic").rglob("*.py"), DOCS / "reference" / "cli.md")
     sources = "".join(path.read_text(encoding="utf-8") for path in files)
     joined = re.sub(r'"\s*\n\s*f?"', "", sources).replace("{armed}", "no")

@@ -29,10 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
-ELSEWHERE = (
-    *("cancel", "requeue", "clean", "convert", "hangs", "completion"),
-    *("doctor", "rehearse"),
-)
+ELSEWHERE = ("cancel", "requeue", "clean", "convert", "hangs", "completion", "doctor", "rehearse")
 """What needs a job that runs (tests/slurm), what would remove the run of the others, what wants files
 (tests/unit/options, tests/unit/failures), and what has tests of its own (tests/integration)."""
 
@@ -249,16 +246,8 @@ def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> N
     for name in [name for name in os.environ if name.startswith("HPC_ELASTIC_")]:
         monkeypatch.delenv(name)
     nothing = _Model()
-    names = {
-        "train": nothing,
-        "save": nothing,
-        "start": 0,
-        "step": 0,
-        "steps": 3,
-        "loader": range(3),
-        "hpc_elastic": hpc_elastic,
-    }
-    exec(compile(parsed(text), page, "exec"), {"__name__": "docs", **names})
+    names = {"train": nothing, "save": nothing, "start": 0, "step": 0, "steps": 3, "loader": range(3)}
+    exec(compile(parsed(text), page, "exec"), {"__name__": "docs", "hpc_elastic": hpc_elastic, **names})
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
