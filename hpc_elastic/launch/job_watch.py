@@ -206,4 +206,4 @@ class JobWatch:
         self._differ = differ
         reason = str(differ) or "Slurm and the run agree about the job's nodes again"
         (logger.warning if differ else logger.info)("%s%s", "Slurm and the run disagree: " if differ else "", reason)
-        self._events.write(NodesCompared(taken=tuple(differ.taken), kept=tuple(differ.kept), reason=reason))
+        self._events.write(NodesCompared(taken=differ.taken, kept=differ.kept, reason=reason))

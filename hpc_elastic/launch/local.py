@@ -380,7 +380,6 @@ class LocalSite(Site):
 
 def run_local(
     run_dir: Path,
-    env: Mapping[str, str] | None = None,
     *,
     ready: Callable[[], None] = lambda: None,
     limit_is_near: Callable[[], bool] = lambda: False,
@@ -396,7 +395,7 @@ def run_local(
     output = log_to_stdout()
     paths, spec = load_run(run_dir)
     ready()
-    site = LocalSite(os.environ if env is None else env, umask=umask, limit_is_near=limit_is_near)
+    site = LocalSite(os.environ, umask=umask, limit_is_near=limit_is_near)
     while True:
         decision = run_attempt(paths, spec, site, clock=RunClock(), signals=signals)
         if decision.action is not RequeueAction.REQUEUE:
