@@ -77,6 +77,15 @@ def shaped(seconds: int = 1_700_000_001, **more: Any) -> dict[str, Any]:
     return {"message": {**inner, **more}}
 
 
+def raising(kit: Any, error: BaseException, *handler: Any) -> Callable[[], Any]:
+    """A recorded function that raises this."""
+
+    def main() -> None:
+        raise error
+
+    return kit.record(main, *handler)  # type: ignore[no-any-return]
+
+
 # -- the names -------------------------------------------------------------------------------------------------------
 
 
@@ -147,13 +156,9 @@ def test_what_returns_is_returned(kit: Any, error_file: Path) -> None:
 
 
 def test_an_exception_is_written_as_torch_writes_it(kit: Any, error_file: Path) -> None:
-    @kit.record
-    def main() -> None:
-        raise ValueError("bad")
-
     before = int(time.time())
     with pytest.raises(ValueError, match="bad"):
-        main()
+        raising(kit, ValueError("bad"))()
     data = json.loads(error_file.read_text())
     assert set(data["message"]) == {"message", "extraInfo"}
     assert data["message"]["message"] == "ValueError: bad"
@@ -167,46 +172,29 @@ def test_an_exception_is_written_as_torch_writes_it(kit: Any, error_file: Path) 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(None)], ids=["interrupt", "exit"])
 def test_what_is_no_failure_is_raised_and_not_written(kit: Any, error_file: Path, error: BaseException) -> None:
-    @kit.record
-    def main() -> None:
-        raise error
-
     with pytest.raises(type(error)) as caught:
-        main()
+        raising(kit, error)()
     assert caught.value is error
     assert not error_file.exists()
 
 
 def test_an_exit_with_zero_returns_none(kit: Any, error_file: Path) -> None:
-    @kit.record
-    def main() -> None:
-        raise SystemExit(0)
-
-    assert main() is None
+    assert raising(kit, SystemExit(0))() is None
     assert not error_file.exists()
 
 
 @pytest.mark.parametrize("code", [1, 3, "no data"])
 def test_another_exit_goes_up_with_its_code(kit: Any, error_file: Path, code: Any) -> None:
-    @kit.record
-    def main() -> None:
-        raise SystemExit(code)
-
     with pytest.raises(SystemExit) as caught:
-        main()
+        raising(kit, SystemExit(code))()
     assert caught.value.code == code
     assert error_file.exists() == kit.ours  # ours names it: torch writes nothing
 
 
 def test_a_childs_file_is_passed_on_with_its_exit_code(kit: Any, error_file: Path) -> None:
     child = put(error_file.parent, {**shaped(), "kept": [1]})
-
-    @kit.record
-    def main() -> None:
-        raise kit.ChildFailedError("train", {4: kit.ProcessFailure(0, 1, -11, child)})
-
     with pytest.raises(kit.ChildFailedError):
-        main()
+        raising(kit, kit.ChildFailedError("train", {4: kit.ProcessFailure(0, 1, -11, child)}))()
     assert json.loads(error_file.read_text()) == {**shaped(errorCode=-11), "kept": [1]}
 
 
@@ -217,25 +205,16 @@ def test_a_failure_is_a_dataclass(kit: Any) -> None:
 
 def test_of_several_children_the_first_by_time_is_passed_on(kit: Any, error_file: Path) -> None:
     files = [put(error_file.parent, shaped(1_700_000_000 + at), f"{at}.json") for at in (30, 10, 20)]
-
-    @kit.record
-    def main() -> None:
-        raise kit.ChildFailedError("t", {n: kit.ProcessFailure(n, 1, n + 1, path) for n, path in enumerate(files)})
-
+    failures = {n: kit.ProcessFailure(n, 1, n + 1, path) for n, path in enumerate(files)}
     with pytest.raises(kit.ChildFailedError):
-        main()
+        raising(kit, kit.ChildFailedError("t", failures))()
     assert json.loads(error_file.read_text()) == shaped(1_700_000_010, errorCode=2)
 
 
 def test_a_child_without_a_file_writes_nothing(kit: Any, error_file: Path, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
-
-    @kit.record
-    def main() -> None:
-        raise kit.ChildFailedError("train", {3: kit.ProcessFailure(2, 1, -9, "")})
-
     with pytest.raises(kit.ChildFailedError):
-        main()
+        raising(kit, kit.ChildFailedError("train", {3: kit.ProcessFailure(2, 1, -9, "")}))()
     assert not error_file.exists()
 
 
@@ -244,12 +223,8 @@ def test_without_the_variable_it_is_only_raised(kit: Any, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     child = put(tmp_path, shaped())
     for error in (ValueError("bad"), kit.ChildFailedError("t", {0: kit.ProcessFailure(0, 1, 1, child)})):
-
-        def main(error: Exception = error) -> None:
-            raise error
-
         with pytest.raises(type(error)):
-            kit.record(main)()
+            raising(kit, error)()
     assert os.listdir(tmp_path) == ["child.json"]
 
 
@@ -284,12 +259,8 @@ def test_each_method_may_be_overridden(kit: Any, error_file: Path) -> None:
     boom = ValueError("bad")
     written = Path(f"{error_file}.mine")
     for error in (boom, kit.ChildFailedError("t", {0: kit.ProcessFailure(0, 1, 4, child)})):
-
-        def main(error: Exception = error) -> None:
-            raise error
-
         with pytest.raises(type(error)):
-            kit.record(main, error_handler=Mine())()
+            raising(kit, error, Mine())()
         code = json.loads(written.read_text())["message"].get("errorCode")
         assert code == (None if error is boom else 104)
     assert calls == ["initialize", boom, "initialize", (child, 4), ("override", child, 4)]
@@ -503,11 +474,7 @@ def _broken_file(content: str) -> Outcome:
 def _file_that_is_gone_when_it_is_passed_on(kit: Any, folder: Path) -> str:
     failure = kit.ProcessFailure(0, 1, 1, put(folder, shaped()))
     os.unlink(failure.error_file)
-
-    def main() -> None:
-        raise kit.ChildFailedError("train", {0: failure})
-
-    return _came_to(kit.record(main))
+    return _came_to(raising(kit, kit.ChildFailedError("train", {0: failure})))
 
 
 def _disk_full_while_it_is_written(kit: Any, folder: Path) -> str:
@@ -518,10 +485,7 @@ def _disk_full_while_it_is_written(kit: Any, folder: Path) -> str:
         def _write_error_file(self, file_path: str, error_msg: str) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def main() -> None:
-        raise ValueError("the one that matters")
-
-    return _came_to(kit.record(main, Full()))
+    return _came_to(raising(kit, ValueError("the one that matters"), Full()))
 
 
 def _text_that_cannot_be_made(kit: Any, folder: Path) -> str:
@@ -529,11 +493,8 @@ def _text_that_cannot_be_made(kit: Any, folder: Path) -> str:
         def __str__(self) -> str:
             raise RuntimeError("no text")
 
-    def main() -> None:
-        raise OddError
-
     os.environ[VARIABLE] = str(folder / "mine.json")
-    return _came_to(kit.record(main))
+    return _came_to(raising(kit, OddError()))
 
 
 def _half_written(kit: Any, folder: Path) -> str:
@@ -542,11 +503,7 @@ def _half_written(kit: Any, folder: Path) -> str:
     path.write_text('{"message": "old"}')
     inode = path.stat().st_ino
     os.environ[VARIABLE] = str(path)
-
-    def main() -> None:
-        raise ValueError("bad")
-
-    _came_to(kit.record(main))
+    _came_to(raising(kit, ValueError("bad")))
     return "in place" if path.stat().st_ino == inode else "replaced"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,17 @@ class CountingClock:
 
 def open_log(folder: Path, *, uid: str = "u1", role: str = "agent", node: int = 3) -> EventLog:
     return EventLog(folder, role=role, host="nid003", node=node, uid=uid, clock=CountingClock())
+
+
+def names(tmp_path: Path) -> list[str]:
+    return [event["event"] for event in read_events(tmp_path / "events")]
+
+
+def refusing(number: int) -> Callable[..., Any]:
+    def refuse(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
 
 
 def test_events_come_back_with_their_head_and_in_order(tmp_path: Path) -> None:
@@ -78,24 +91,15 @@ def test_a_full_disk_never_raises_and_the_lines_are_written_later(
 ) -> None:
     log = open_log(tmp_path / "events")
     log.write(event_of("before"))
-    real_pwrite = os.pwrite
-
-    def full(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(events.os, "pwrite", full)
-    log.write(event_of("during", k=1))
-    log.write(event_of("during", k=2))
-    assert [e["event"] for e in read_events(tmp_path / "events")] == ["before"]
-    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    with monkeypatch.context() as full:
+        full.setattr(events.os, "pwrite", refusing(errno.ENOSPC))
+        log.write(event_of("during", k=1))
+        log.write(event_of("during", k=2))
+        assert names(tmp_path) == ["before"]
     log.write(event_of("after"))
     log.close()
-    assert [(e["n"], e["event"]) for e in read_events(tmp_path / "events")] == [
-        (0, "before"),
-        (1, "during"),
-        (2, "during"),
-        (3, "after"),
-    ]
+    found = [(event["n"], event["event"]) for event in read_events(tmp_path / "events")]
+    assert found == [(0, "before"), (1, "during"), (2, "during"), (3, "after")]
 
 
 def test_what_the_disk_drops_after_it_was_written_is_written_again(
@@ -104,23 +108,19 @@ def test_what_the_disk_drops_after_it_was_written_is_written_again(
     """As an NFS client does on a full disk: the write succeeds, and fsync tells that it did not."""
     log = open_log(tmp_path / "events")
     log.write(event_of("one"))
-
     pwrite = os.pwrite
 
     def into_the_cache(fd: int, data: bytes, offset: int) -> int:
         return pwrite(fd, bytes(len(data)), offset)
 
-    def refused(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patched:
         patched.setattr(events.os, "pwrite", into_the_cache)
-        patched.setattr(events.os, "fdatasync", refused)
+        patched.setattr(events.os, "fdatasync", refusing(errno.ENOSPC))
         log.write(event_of("two"))
         log.write(event_of("three"))
     log.write(event_of("four"))
     log.close()
-    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two", "three", "four"]
+    assert names(tmp_path) == ["one", "two", "three", "four"]
     (path,) = (tmp_path / "events").iterdir()
     assert b"\0" not in path.read_bytes()
 
@@ -129,9 +129,6 @@ def test_what_the_disk_drops_after_it_was_written_is_written_again(
 def test_a_filesystem_without_fsync_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def refuse(fd: int) -> None:
-        raise OSError(number, os.strerror(number))
-
     offsets = []
     pwrite = os.pwrite
 
@@ -139,13 +136,13 @@ def test_a_filesystem_without_fsync_is_written_once(
         offsets.append(offset)
         return pwrite(fd, data, offset)
 
-    monkeypatch.setattr(events.os, "fdatasync", refuse)
+    monkeypatch.setattr(events.os, "fdatasync", refusing(number))
     monkeypatch.setattr(events.os, "pwrite", noted)
     log = open_log(tmp_path / "events")
     for name in ("one", "two"):
         log.write(event_of(name))
     log.close()
-    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two"]
+    assert names(tmp_path) == ["one", "two"]
     assert len(offsets) == 2
 
 
@@ -153,27 +150,22 @@ def test_a_line_that_was_cut_by_a_full_disk_is_written_again_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = open_log(tmp_path / "events")
-    real_pwrite = os.pwrite
-    monkeypatch.setattr(events.os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[:7], offset))
-    log.write(event_of("cut"))
-    assert list(read_events(tmp_path / "events")) == []
-    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    pwrite = os.pwrite
+    with monkeypatch.context() as full:
+        full.setattr(events.os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
+        log.write(event_of("cut"))
+        assert names(tmp_path) == []
     log.write(event_of("whole"))
     log.close()
-    assert [e["event"] for e in read_events(tmp_path / "events")] == ["cut", "whole"]
+    assert names(tmp_path) == ["cut", "whole"]
 
 
 def test_what_a_long_full_disk_costs_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = open_log(tmp_path / "events")
-    real_pwrite = os.pwrite
-
-    def full(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr(events.os, "pwrite", full)
-    for k in range(1005):
-        log.write(event_of("during", k=k))
-    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    with monkeypatch.context() as full:
+        full.setattr(events.os, "pwrite", refusing(errno.EDQUOT))
+        for k in range(1005):
+            log.write(event_of("during", k=k))
     log.close()
     found = list(read_events(tmp_path / "events"))
     assert found[-1]["event"] == "events_dropped"
@@ -205,7 +197,7 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     (folder / ".hidden.jsonl").write_text('{"event": "hidden"}\n')
     (folder / "notes.txt").write_text('{"event": "not a log"}\n')
     (folder / "folder.jsonl").mkdir()
-    assert [e["event"] for e in read_events(folder)] == ["first", "from the future"]
+    assert names(tmp_path) == ["first", "from the future"]
 
 
 def test_a_missing_folder_has_no_events(tmp_path: Path) -> None:
@@ -242,7 +234,7 @@ def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path: Path, kind: str) ->
     else:
         planted.mkdir()
     try:
-        assert [event["event"] for event in read_events(tmp_path / "events")] == ["one"]
+        assert names(tmp_path) == ["one"]
     finally:
         if writer >= 0:
             os.close(writer)
