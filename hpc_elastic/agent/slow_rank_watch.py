@@ -98,8 +98,6 @@ class SlowRankWatch(Part):
     def on_start(self, workers: LocalWorkers) -> None:
         self._workers, self._step, self._watched, self._pace = workers, _Step.ASK, Watched(), Pace()
         self._spent = {}
-        if workers.layout.group_rank == 0:
-            self._files.post(partial(self._load_best, workers))
         self._wait()
 
     def before_stop(self) -> None:
@@ -174,6 +172,8 @@ class SlowRankWatch(Part):
         if beat is None:
             return
         before, self._pace = self._pace, next_pace(self._pace, steps=steps, at=beat.stepped_at)
+        if before.steps < 0:  # not at the start: a restart asks the file server for little
+            self._files.post(partial(self._load_best, workers))
         pace, was_slow = self._pace, self._slow_run
         if pace.best and pace.now != before.now:
             agent.figures.put("step_seconds", pace.now)

@@ -157,6 +157,8 @@ class OwnClaims:
         self._store = store
         self._uid = uid
         self._waiting: deque[tuple[str, str]] = deque()
+        self.made: deque[str] = deque()
+        """Keys of its claims on rounds, the oldest first; who removes a claim takes it out."""
         self._joined_round = -1
         self._is_unannounced = False
 
@@ -211,6 +213,7 @@ class OwnClaims:
             key, value = self._waiting[0]
             self._store.put_if_absent(key, value)
             self._waiting.popleft()
+            self._remember(key)
             keys.append(key)
         return keys
 
@@ -218,7 +221,9 @@ class OwnClaims:
         """Claim a place in a round, once. Returns whether it was now."""
         if target <= self._joined_round:
             return False
-        self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._uid), "in")
+        key = claim_key(target, ClaimKind.JOIN, self._uid)
+        self._store.put_if_absent(key, "in")
+        self._remember(key)
         self._joined_round = target
         self._is_unannounced = True
         return True
@@ -236,6 +241,10 @@ class OwnClaims:
 
     def _add_failure(self, round_index: int, kind: ClaimKind, failure: NodeFailure) -> None:
         self._add(round_index, kind, replace(failure, message=failure.message[:MOST_MESSAGE]))
+
+    def _remember(self, key: str) -> None:
+        if key.startswith("round/"):
+            self.made.append(key)
 
     def _write_later(self, key: str, value: str) -> None:
         self._waiting.append((key, value))

@@ -105,7 +105,7 @@ class Participant:
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
         self._notifications = PendingNotifications()
         self.ending = Ending(store, info.uid, listener, clock)
-        self._sweep = Sweep(store, info.uid, self._peers, observes=self.observes, now=now)
+        self._sweep = Sweep(store, info.uid, self._peers, self.claims.made, observes=self.observes, now=now)
 
     @property
     def looks_when_asked(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 from hpc_elastic.base.staleness import Staleness
-from hpc_elastic.rendezvous.claims import ClaimKind, claim_folder, claim_key
+from hpc_elastic.rendezvous.claims import claim_folder
 from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -32,7 +32,6 @@ GONE_SECONDS = 900.0
 REMOVALS_PER_SECOND = 50.0
 MOST_AT_ONCE = 25
 """Files in one step."""
-_OWN_KINDS = (ClaimKind.JOIN, ClaimKind.ACK, ClaimKind.FAIL, ClaimKind.SUM)
 
 
 def old_rounds(names: Iterable[str], *, newest: int, kept: int) -> list[int]:
@@ -59,16 +58,18 @@ class Allowance:
 class Sweep:
     """One participant's part in it: a `step` at the end of each of its machine's steps."""
 
-    def __init__(self, store: Store, uid: str, peers: Peers, *, observes: bool, now: float) -> None:
-        """`peers` announces it again, should others have taken it for gone. One that `observes` removes nothing."""
+    def __init__(
+        self, store: Store, uid: str, peers: Peers, claimed: deque[str], *, observes: bool, now: float
+    ) -> None:
+        """`peers` announces it again, should others have taken it for gone. `claimed`: keys of this node's claims;
+        those that are removed are taken out. One that `observes` removes nothing."""
         self._store = store
         self._uid = uid
         self._peers = peers
         self._observes = observes
         self._allowance = Allowance(now)
         self._stepped_at = now
-        self._mine: deque[int] = deque()
-        """Rounds on which this node may have made claims that are still there."""
+        self._claimed = claimed
         self._keys: Iterator[str] = iter(())
         self._swept_at = now
         self._outside: Staleness[str] = Staleness(longest_gap=4 * SWEEP_SECONDS)
@@ -85,9 +86,6 @@ class Sweep:
             self._stepped_at = now
             if record is None:
                 return
-            for index in (record.round, record.round + 1):  # a claim may be on the next one already
-                if not self._mine or self._mine[-1] < index:
-                    self._mine.append(index)
             self._allowance.renew(now)
             if record.status is not Status.FINAL:
                 return
@@ -98,12 +96,10 @@ class Sweep:
             logger.debug("not swept: %s", error)  # the next step tries again; nothing depends on it
 
     def _remove_own(self, newest: int) -> None:
-        while self._mine and self._mine[0] < newest - KEPT_ROUNDS:
-            for kind in _OWN_KINDS:
-                if not self._allowance.take():
-                    return
-                self._store.delete(claim_key(self._mine[0], kind, self._uid))
-            self._mine.popleft()
+        kept = claim_folder(max(0, newest - KEPT_ROUNDS))
+        while self._claimed and self._claimed[0] < kept and self._allowance.take():
+            self._store.delete(self._claimed[0])
+            self._claimed.popleft()
 
     def _remove_others(self, record: RoundRecord, joined: AbstractSet[str], now: float) -> None:
         while self._allowance.take():

@@ -106,10 +106,10 @@ def acts_on(number: int, pid: int) -> bool:
 
 
 def send_to_handler(pid: int, number: int, *, speaker: int) -> bool:
-    """Signal the processes of a running worker that `choose_receivers` chooses. False: none catches it."""
+    """Signal the processes of a worker that `choose_receivers` chooses. False: none catches it, or it has ended."""
     root = tree.look_at(pid)
     if root is None or root.is_dead:
-        return True
+        return False
     below = tree.descendants(pid)
     masks = {proc.pid: known for proc in (root, *below) if (known := read_masks(proc.pid)) is not None}
     receivers = choose_receivers(root, below, masks, number=number, speaker=speaker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from pathlib import Path
 
 from hpc_elastic.base.clock import SystemClock
@@ -37,13 +38,15 @@ def test_old_rounds_go_with_their_folders_while_another_client_writes(tmp_path: 
     tmp_path.chmod(0o700)
     with NfsEmulator(tmp_path, mounts=2) as emulator:
         here, there = (FileStore(path / "store", clock=SystemClock()) for path in emulator.paths)
-        sweep = Sweep(here, MINE, NoPeers(), observes=False, now=0.0)  # type: ignore[arg-type]
+        claimed: deque[str] = deque()
+        sweep = Sweep(here, MINE, NoPeers(), claimed, observes=False, now=0.0)  # type: ignore[arg-type]
         for index in range(ROUNDS):
             for store, uid in ((here, MINE), (there, OTHERS)):
                 for kind in (ClaimKind.JOIN, ClaimKind.ACK):
                     assert store.put_if_absent(claim_key(index, kind, uid), "x")
                 KeyValueStore(store, f"kv/{index:06d}", clock=SystemClock()).set(uid, b"v")
             assert read_claims(there, index) == {"join": [MINE, OTHERS], "ack": [MINE, OTHERS]}
+            claimed.extend(claim_key(index, kind, MINE) for kind in (ClaimKind.JOIN, ClaimKind.ACK))
             sweep.step(final(index), joined=frozenset(), now=index * SWEEP_SECONDS)
         for turn in range(30):
             sweep.step(final(ROUNDS - 1), joined=frozenset(), now=(ROUNDS + turn) * SWEEP_SECONDS)

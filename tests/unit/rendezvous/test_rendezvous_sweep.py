@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 
@@ -70,7 +70,7 @@ class NoPeers:
 
 def sweep_of(store: MemoryStore, uid: str, *, observes: bool = False) -> tuple[Sweep, NoPeers]:
     peers = NoPeers()
-    return Sweep(store, uid, peers, observes=observes, now=0.0), peers  # type: ignore[arg-type]
+    return Sweep(store, uid, peers, deque(), observes=observes, now=0.0), peers  # type: ignore[arg-type]
 
 
 def record(index: int, status: Status = Status.FINAL, leader: str = "00000-me-1-a") -> RoundRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 
 from hpc_elastic.workers.handlers import (
@@ -13,6 +14,7 @@ from hpc_elastic.workers.handlers import (
     choose_rank_processes,
     choose_receivers,
     read_masks,
+    send_to_handler,
 )
 from hpc_elastic.workers.tree import Proc
 
@@ -95,6 +97,14 @@ def test_behind_a_shell_or_a_launcher_the_script_gets_it_first() -> None:
     assert first_to_end({2: 1, 3: 2}, catching=(1,), pythons=(1, 2, 3), speaker=2) == [1], "which hands it on"
     assert first_to_end({2: 1, 3: 1}, catching=(3,), pythons=(2,)) == [2, 3]
     assert first_to_end({2: 1}) == [], "none is known to be the script"
+
+
+def test_a_process_that_has_ended_did_not_get_the_signal() -> None:
+    """It ended by itself: its exit code 0 is no answer to a notice."""
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # not yet reaped
+        assert not send_to_handler(process.pid, signal.SIGUSR1, speaker=process.pid)
+    assert not send_to_handler(process.pid, signal.SIGUSR1, speaker=process.pid)
 
 
 def test_the_kernel_says_what_a_process_catches() -> None:
