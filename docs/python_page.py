@@ -78,7 +78,8 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     (
         "Restarts within a process",
-        "`import hpc_elastic.inprocess as inprocess` imports torch. The names are NVIDIA's (resiliency extension 0.2).",
+        "`import hpc_elastic.inprocess as inprocess` imports torch. The names are NVIDIA's (resiliency extension 0.2),"
+        " whose manual has the hooks. `help(…)` says what is different here.",
         (
             ("hpc_elastic.inprocess", "inprocess/wrap.py:Wrapper CallWrapper"),
             ("hpc_elastic.inprocess", "inprocess/hooks.py:Compose"),
@@ -100,11 +101,9 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
 )
 """Heading, introduction, and by where it is imported from: the file and the names in it."""
-NAMES_OF_OTHERS = (
-    "hpc_elastic.inprocess.", "hpc_elastic.failures", "hpc_elastic.pytorch", "hpc_elastic.agent",
-    "hpc_elastic.submission",
-)  # fmt: skip
-"""Their arguments and methods are those of NVIDIA's extension, torch and submitit, whose manuals have them."""
+NAMES_OF_OTHERS = ("hpc_elastic.failures", "hpc_elastic.pytorch", "hpc_elastic.agent", "hpc_elastic.submission")
+HOOKS_OF_OTHERS = ("hpc_elastic.inprocess.",)
+"""Arguments and methods are those of torch, submitit and NVIDIA's extension, whose manuals have them."""
 
 Callable_ = ast.FunctionDef | ast.AsyncFunctionDef
 _GOOGLE = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note):(.*)$")
@@ -124,7 +123,10 @@ def python_page() -> str:
             file, objects = _split(where)
             tree = ast.parse((ROOT / "hpc_elastic" / file).read_text(encoding="utf-8"))
             found = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, Callable_))}
-            parts += [_object(module, found[name]) for name in objects]
+            if module.startswith(HOOKS_OF_OTHERS):
+                parts.append(f"- `{module}`: " + ", ".join(f"`{name}`" for name in objects))
+            else:
+                parts += [_object(module, found[name]) for name in objects]
         parts += [""] if parts[-1].startswith("- ") else []
     return re.sub(r"^(- .*\n)(?=###)", r"\1\n", "\n".join(parts), flags=re.MULTILINE)
 

@@ -22,14 +22,13 @@ class Number:
 
 
 def number_table(heading: str, numbers: Sequence[Number]) -> str:
-    """A list in Markdown: each median, with (least–most; the goal), and what it is of."""
+    """A list in Markdown: each median, with (least–most; a goal that is missed), and what it is of."""
     lines = [f"{heading[0].upper()}{heading[1:]}:", ""]
     for number in numbers:
         least, most = min(number.values), max(number.values)
         beside = [f"{least:.3g}–{most:.3g}"] if most > least else []
-        if number.goal is not None:
-            missed = ", **not met**" if number.median > number.goal else ""
-            beside.append(f"goal ≤ {number.goal:.3g} {number.unit}{missed}")
+        if number.goal is not None and number.median > number.goal:
+            beside.append(f"**goal ≤ {number.goal:.3g} not met**")
         value = f"{number.median:.3g} {number.unit}" + (f" ({'; '.join(beside)})" if beside else "")
         lines.append(f"- {value}: {number.title}{f'; {number.note}' if number.note else ''}")
     return "\n".join(lines) + "\n"
