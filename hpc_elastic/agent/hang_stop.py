@@ -39,12 +39,13 @@ from hpc_elastic.failures.stacks import (
 )
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.output.pump import WorkerOutput
 from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.handlers import is_python
-from hpc_elastic.workers.spawn import WorkerProcess
+from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 from hpc_elastic.workers.tree import Proc
 
@@ -187,27 +188,53 @@ def _forbid_core_dump(pid: int) -> None:
         pass  # it has ended, or is another user's
 
 
-class HungWorker(Struct, frozen=True, kw_only=True):
-    facts: WorkerFailure
+class WorkerSlot(Struct):
+    local_rank: int
+    global_rank: int
+    process: WorkerProcess
     paths: RankPaths
+    environ: Mapping[str, str] = {}
+    cwd: str = ""
+    exit: ExitStatus | None = None
+    stopped_by_agent: bool = False
+    output: WorkerOutput | None = None
+    early: WorkerFailure | None = None
+    """Its failure as far as its output had come before the group was ended; None: not looked at, or out of reach."""
+    is_looked_at: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        return self.exit is not None and self.exit.exitcode != 0 and not self.stopped_by_agent
+
+    def note_exit(self, status: ExitStatus, stopper: Stopper | None) -> None:
+        """It has ended. A SIGKILL that the agent has not sent was on its way when the stop began: a failure of its own.
+
+        A worker's sockets close before its end can be seen, so the peers' failures may be here first.
+        """
+        self.exit = status
+        if status.exitcode == -signal.SIGKILL and not (stopper is not None and stopper.sent_kill):
+            self.stopped_by_agent = False
+
+
+class HungWorker(Struct, frozen=True, kw_only=True):
+    slot: WorkerSlot
+    facts: WorkerFailure
     state: ProcessState | None
     """`None`: it had ended by itself."""
     why: str
-    environ: Mapping[str, str] = {}
-    cwd: str = ""
     is_spared: bool = False
 
 
 def read_stacks(worker: HungWorker) -> StackDump | None:
     """Find its dump in its stderr, and write stacks.txt. Raises nothing."""
     try:
-        with EndReader(worker.paths.stderr) as file:
+        with EndReader(worker.slot.paths.stderr) as file:
             is_own = worker.state is None or worker.state.pid == worker.facts.pid
             dump = find_dump(file.read(DUMP_LIMIT).decode("utf-8", "replace"), may_be_child=not is_own)
     except OSError:
         dump = None
     try:
-        write_private(worker.paths.stacks, _stacks_text(worker, dump))
+        write_private(worker.slot.paths.stacks, _stacks_text(worker, dump))
     except OSError:
         pass  # a full disk: the event has the main thread's
     return dump
@@ -232,7 +259,7 @@ def _stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
 def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_ns: int) -> WorkerFailure:
     """It failed at `last_heartbeat_ns`, by this host's wall clock. Writes its error.json."""
     facts = replace(worker.facts, stopped_by_agent=False)
-    found = describe_failure(facts=facts, error_file=worker.paths.error_file, stderr_log=worker.paths.stderr)
+    found = describe_failure(facts=facts, error_file=worker.slot.paths.error_file, stderr_log=worker.slot.paths.stderr)
     if found.source is EvidenceSource.ERROR_FILE:
         # It had failed, recorded that, and then did not end.
         failure = replace(found, reason=f"{found.reason}; then it did not end: {worker.why}")
@@ -253,7 +280,7 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_
             source=EvidenceSource.STDERR if dump is not None else EvidenceSource.EXIT,
             problem="",
         )
-    write_evidence(failure, worker.paths.error_file)
+    write_evidence(failure, worker.slot.paths.error_file)
     return failure
 
 
@@ -284,7 +311,7 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
             )
         where = state.threads[0].describe() if state.threads else state.state
         return f"stuck in an uninterruptible system call (a hung mount or device?): {where}; killed"
-    if waits := explain_lock(dump.main if dump is not None else (), worker.environ, cwd=worker.cwd):
+    if waits := explain_lock(dump.main if dump is not None else (), worker.slot.environ, cwd=worker.slot.cwd):
         return f"no progress; {waits}"
     if dump is None:
         return "no progress, and no answer to the request for its stacks; killed"

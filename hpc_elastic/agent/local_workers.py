@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
-from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, DelayedStop, StacksThenStop, Stopper, find_targets
+from hpc_elastic.agent.hang_stop import (
+    HEAD_START_SECONDS,
+    DelayedStop,
+    StacksThenStop,
+    Stopper,
+    WorkerSlot,
+    find_targets,
+)
 from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.worker_environment import enter_container, exit_of_script
-from hpc_elastic.agent.worker_evidence import SocketWatch, StopRecord, WorkerEvidence, WorkerSlot
+from hpc_elastic.agent.worker_evidence import SocketWatch, StopRecord, WorkerEvidence
 from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.files import check_private_dir, make_private_dir

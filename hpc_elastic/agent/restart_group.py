@@ -171,14 +171,12 @@ class RestartGroupWatch(Part):
             )
             return
         self._last[line.pid] = line.event
-        if line.event is RestartGroupEvent.LEFT:
-            self._events.write(
-                InProcessLeft(round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason)
-            )
-        elif line.event is RestartGroupEvent.GAVE_UP:
-            self._events.write(
-                InProcessGaveUp(round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason)
-            )
+        ends: dict[RestartGroupEvent, type[InProcessLeft | InProcessGaveUp]] = {
+            RestartGroupEvent.LEFT: InProcessLeft,
+            RestartGroupEvent.GAVE_UP: InProcessGaveUp,
+        }
+        if (end := ends.get(line.event)) is not None:
+            self._events.write(end(round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason))
 
 
 def keep_apart(error_file: Path, number: int) -> None:

@@ -21,7 +21,7 @@ from hpc_elastic.agent.hang_stop import (
     JUDGE_SECONDS,
     HungWorker,
     StacksThenStop,
-    Stopper,
+    WorkerSlot,
     describe_hang,
     observe_failure,
     observe_silent,
@@ -36,14 +36,12 @@ from hpc_elastic.failures.excerpt import make_excerpt
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import stacks_of
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.output.pump import WorkerOutput
 from hpc_elastic.run.activities import RankSockets
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
-from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers.linux import node_oom_kill_count, oom_kill_count
 from hpc_elastic.workers.sockets import Address, network_id, read_sockets
-from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, exit_status_now
+from hpc_elastic.workers.spawn import ExitStatus, exit_status_now
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.part import Condemned
@@ -109,34 +107,6 @@ _TRACEBACK = b"Traceback (most recent call last)"
 _TRACEBACK_WITHIN = 16 << 10
 _OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
 _ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
-
-
-class WorkerSlot(Struct):
-    local_rank: int
-    global_rank: int
-    process: WorkerProcess
-    paths: RankPaths
-    environ: Mapping[str, str] = {}
-    cwd: str = ""
-    exit: ExitStatus | None = None
-    stopped_by_agent: bool = False
-    output: WorkerOutput | None = None
-    early: WorkerFailure | None = None
-    """Its failure as far as its output had come before the group was ended; None: not looked at, or out of reach."""
-    is_looked_at: bool = False
-
-    @property
-    def has_failed(self) -> bool:
-        return self.exit is not None and self.exit.exitcode != 0 and not self.stopped_by_agent
-
-    def note_exit(self, status: ExitStatus, stopper: Stopper | None) -> None:
-        """It has ended. A SIGKILL that the agent has not sent was on its way when the stop began: a failure of its own.
-
-        A worker's sockets close before its end can be seen, so the peers' failures may be here first.
-        """
-        self.exit = status
-        if status.exitcode == -signal.SIGKILL and not (stopper is not None and stopper.sent_kill):
-            self.stopped_by_agent = False
 
 
 class StopRecord(Struct):
@@ -237,7 +207,7 @@ class WorkerEvidence(Struct, eq=False):
             return unstarted
 
         def gather() -> list[WorkerFailure]:
-            found = [self._describe_hung(slot, worker) for slot, worker in hung]
+            found = [self._describe_hung(worker) for worker in hung]
             found += [self._describe(slot, facts) for slot, facts in failed]
             found += [self._describe_condemned(slot, facts) for slot, facts in condemned]
             found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
@@ -297,29 +267,23 @@ class WorkerEvidence(Struct, eq=False):
         tail = self.recorders.read(activity.rank, self.site.attempt.rank(self.site.round, activity.rank).root)
         return activity if tail is None else replace(activity, flight=tail)
 
-    def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[tuple[WorkerSlot, HungWorker]]:
-        asked = self.stop.asked
-        if asked is None:
-            return []
-        found = []
-        for slot in slots:
-            if not slot.stopped_by_agent:
-                continue
-            status = slot.exit or exit_status_now(-int(signal.SIGKILL), self.site.clock)
-            worker = HungWorker(
-                facts=self._facts(slot, status, kills),
-                paths=slot.paths,
+    def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[HungWorker]:
+        asked, killed = self.stop.asked, exit_status_now(-int(signal.SIGKILL), self.site.clock)
+        return [
+            HungWorker(
+                slot=slot,
+                facts=self._facts(slot, slot.exit or killed, kills),
                 state=asked.state_of(slot.process.pid),
                 why=self._whys.get(slot.local_rank, "") if self._is_hang else "",
-                environ=slot.environ,
-                cwd=slot.cwd,
                 is_spared=slot.process.pid in asked.spared,
             )
-            found.append((slot, worker))
-        return found
+            for slot in slots
+            if asked is not None and slot.stopped_by_agent
+        ]
 
-    def _describe_hung(self, slot: WorkerSlot, worker: HungWorker) -> WorkerFailure | None:
+    def _describe_hung(self, worker: HungWorker) -> WorkerFailure | None:
         """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
+        slot = worker.slot
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
         if self.stop.wants_stacks or worker.is_spared or (dump is not None and dump.main):
@@ -333,9 +297,7 @@ class WorkerEvidence(Struct, eq=False):
     def _describe(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = _describe(slot, facts, stdout_log=slot.paths.stdout, is_alone=not self.site.is_ending())
-        failure = self._keep_cause(slot, failure) or failure
-        self._write_evidence(failure, slot.paths.error_file)
-        return failure
+        return self._keep(slot, failure)
 
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
         """It was about to end, or hung in its shutdown."""
@@ -345,8 +307,9 @@ class WorkerEvidence(Struct, eq=False):
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
             return None
         failure = _describe(slot, facts)
-        if not failure.exception_type:
-            return None
+        return self._keep(slot, failure) if failure.exception_type else None
+
+    def _keep(self, slot: WorkerSlot, failure: WorkerFailure) -> WorkerFailure:
         failure = self._keep_cause(slot, failure) or failure
         self._write_evidence(failure, slot.paths.error_file)
         return failure

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +30,7 @@ from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, ReplacementProcess
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
+from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, TCPStore
 
 if TYPE_CHECKING:
     from hpc_elastic.inprocess.wrap import Wrapper
@@ -39,20 +39,6 @@ logger = logging.getLogger(__name__)
 
 ELSEWHERE = object()
 """Returned instead of a server where another process serves already."""
-
-
-class StoreSource(Struct, frozen=True):
-    factory: type[StoreMixin]
-    kwargs: Mapping[str, Any]
-
-    def open(self, *, within: float | None = None) -> Any:
-        """Open the monitor's own connection; the server has `within` seconds, where the store's timeout is longer."""
-        TCPStore.is_client_only = True  # in this process alone
-        kwargs = dict(self.kwargs)
-        if within is not None and self.factory.__init__ is TCPStore.__init__:
-            own = kwargs.get("timeout", timedelta(seconds=300))
-            kwargs["timeout"] = min(own, timedelta(seconds=within))
-        return self.factory(**kwargs)
 
 
 class RankPlace(Struct, frozen=True, kw_only=True):
@@ -97,8 +83,7 @@ class Unplaced(Struct, frozen=True, kw_only=True):
 
 
 class MonitorProcess:
-    def __init__(self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: Wrapper) -> None:
-        self.source = source
+    def __init__(self, *, page: ProgressPage, unplaced: Unplaced, settings: Wrapper) -> None:
         self.page = page
         self.unplaced = unplaced
         self.settings = settings
@@ -152,7 +137,7 @@ def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoR
         pidfd = os.pidfd_open(main)
         logfile = rank.settings.monitor_process_logfile
         _detach((reader, served, pidfd), None if logfile is None else logfile.format(rank=rank.unplaced.initial_rank))
-        server = rank.source.factory.serve_apart(ELSEWHERE, **rank.source.kwargs)
+        server = rank.settings.store_factory.serve_apart(ELSEWHERE, **(rank.settings.store_kwargs or {}))
         os.write(served, b"yes" if server is not None else b"no")
         os.close(served)
         if os.getppid() == main:
@@ -197,7 +182,7 @@ class _Monitor:
         self._main = main
         self._pidfd = pidfd
         self._reader = reader
-        self._source = rank.source
+        self._settings = settings
         self._page = rank.page
         self._unplaced = rank.unplaced
         self._interval = settings.monitor_process_interval.total_seconds()
@@ -269,7 +254,12 @@ class _Monitor:
 
     def _open_raw(self, *, within: float | None = None) -> Any:
         if self._raw is None:
-            self._raw = self._source.open(within=within)
+            TCPStore.is_client_only = True  # in this process alone
+            factory, kwargs = self._settings.store_factory, dict(self._settings.store_kwargs or {})
+            if within is not None and factory.__init__ is TCPStore.__init__:
+                own = kwargs.get("timeout", timedelta(seconds=300))
+                kwargs["timeout"] = min(own, timedelta(seconds=within))
+            self._raw = factory(**kwargs)
             if isinstance(self._raw, dist.TCPStore):
                 detect_silence(self._raw.port, self._heartbeat_timeout)
         return self._raw

@@ -20,7 +20,7 @@ from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed, ledger
 from hpc_elastic.inprocess.hooks import Finalize, HealthCheck, Initialize, RankFilter
 from hpc_elastic.inprocess.interrupt import SignalHandler
 from hpc_elastic.inprocess.iterations import Iterations, Rank
-from hpc_elastic.inprocess.monitor_process import MonitorProcess, StoreSource, Unplaced
+from hpc_elastic.inprocess.monitor_process import MonitorProcess, Unplaced
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from hpc_elastic.inprocess.replacement import Admission, Admissions, AgentLink, ReplacementProcess
@@ -145,9 +145,7 @@ class CallWrapper:
         name, is_outermost = self._name(), not _open
         agent_link = AgentLink.from_env(os.environ) if is_outermost else AgentLink()
         replacement = ReplacementProcess(state.initial_rank) if agent_link.replaces > 0 and name == "call0" else None
-        source = StoreSource(settings.store_factory, dict(settings.store_kwargs or {}))
         process = MonitorProcess(
-            source=source,
             page=page,
             unplaced=Unplaced(
                 call=name, initial_rank=state.initial_rank, world_size=state.initial_world_size, replacement=replacement
@@ -159,7 +157,7 @@ class CallWrapper:
         was_client_only = TCPStore.is_client_only
         TCPStore.is_client_only = was_client_only or is_served
         try:
-            raw: Any = source.factory(**source.kwargs)
+            raw: Any = settings.store_factory(**(settings.store_kwargs or {}))
         finally:
             TCPStore.is_client_only = was_client_only
         if replacement is not None:

@@ -57,22 +57,6 @@ _SMALLEST_PIPE = 4096
 _F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
 
 
-class _Output:
-    """Both streams of one worker; `ended` is set when both are at their end and in their files."""
-
-    def __init__(self, on_end: Callable[[_Output], None]) -> None:
-        self.ended = threading.Event()
-        self._on_end = on_end
-        self._left = 2
-
-    def one_ended(self) -> None:
-        """The files' writer calls it, which is one thread."""
-        self._left -= 1
-        if not self._left:
-            self.ended.set()
-            self._on_end(self)
-
-
 class WorkerOutput:
     """A worker's output beside its files, once all of it is drained."""
 
@@ -188,7 +172,8 @@ class LogPump:
         self._budget = HoldBudget(now=clock.monotonic())
         self._streams: dict[int, _Stream] = {}
         self._paused: set[_Stream] = set()
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, threading.Event] = {}
+        """Pid → set when both streams are at their end and in their files."""
         self._held: dict[int, HeldEnd] = {}
         """Pid → what an ended worker has printed last."""
         self._epoll = select.epoll()
@@ -207,13 +192,16 @@ class LogPump:
 
         The files and their folder are made as needed, for our user alone.
         """
-        pid = worker.pid
+        pid, left = worker.pid, [STDOUT, STDERR]
+        ended = self._outputs[pid] = threading.Event()
 
-        def forget(output: _Output) -> None:
-            if self._outputs.get(pid) is output:
-                del self._outputs[pid]
+        def end_one() -> None:  # in the thread of the files' writer
+            left.pop()
+            if not left:
+                ended.set()
+                if self._outputs.get(pid) is ended:
+                    del self._outputs[pid]
 
-        output = self._outputs[pid] = _Output(forget)
         for fd, path, std in zip(worker.take_output(), (stdout, stderr), (Std.OUT, Std.ERR), strict=True):
             prefix = f"[{self._host}:{rank}] "
             account = self._losses.open(
@@ -229,7 +217,7 @@ class LogPump:
                 times = self.files.times(times_path(path.parent.parent, self._node))
             file = LogFile(
                 path,
-                on_end=output.one_ended,
+                on_end=end_one,
                 on_loss=partial(self._losses.lose, account),
                 limit=self._limit,
                 makes_empty=std is Std.OUT,
@@ -248,11 +236,11 @@ class LogPump:
         A descendant that it left behind may hold the pipes open as long as it runs. Returns whether it is so within
         `timeout` seconds; True for a worker that was never added.
         """
-        output = self._outputs.get(pid)
-        if output is None:
+        ended = self._outputs.get(pid)
+        if ended is None:
             return True
         self._hurry.set()
-        return self._clock.wait(output.ended, timeout)
+        return self._clock.wait(ended, timeout)
 
     def holds(self, pid: int) -> bool:
         return pid in self._held

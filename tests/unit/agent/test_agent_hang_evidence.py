@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.hang import may_be_a_bug
-from hpc_elastic.agent.hang_stop import HungWorker, describe_hang, read_stacks
+from hpc_elastic.agent.hang_stop import HungWorker, WorkerSlot, describe_hang, read_stacks
 from hpc_elastic.agent.part import Condemned, GroupSite
-from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, WorkerSlot
+from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, Whereabouts
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -50,7 +50,8 @@ def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None) ->
         ended_ns=5,
         ended_uptime_ns=3,
     )
-    return HungWorker(facts=facts, paths=paths, state=of or state("S"), why="no heartbeat for 9.0 s")
+    slot = WorkerSlot(0, 3, SimpleNamespace(), paths)  # type: ignore[arg-type]
+    return HungWorker(slot=slot, facts=facts, state=of or state("S"), why="no heartbeat for 9.0 s")
 
 
 def failure_of(hung: HungWorker) -> WorkerFailure:
@@ -98,7 +99,7 @@ def test_a_child_that_hangs_is_told_of(tmp_path: Path) -> None:
     child = Whereabouts(pid=8, name="python", state="D (disk sleep)", wchan="request_wait_answer")
     hung = worker(tmp_path, of=state("D", children=(child,)))
     assert "its child 8 to begin its program, which sat in D (disk sleep) in request_wait" in failure_of(hung).reason
-    assert "  child 8 python: D (disk sleep) in request_wait_answer" in hung.paths.stacks.read_text()
+    assert "  child 8 python: D (disk sleep) in request_wait_answer" in hung.slot.paths.stacks.read_text()
 
 
 @pytest.mark.parametrize("fingerprint", ["", "hang:stopped", "hang:kernel"])

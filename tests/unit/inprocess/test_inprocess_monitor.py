@@ -38,7 +38,7 @@ def test_a_pipe_that_is_closed_while_the_rank_lives_is_looked_at_no_more(monkeyp
         "termination_grace_time",
     )
     settings = SimpleNamespace(**dict.fromkeys(times, timedelta(seconds=60)))
-    rank: Any = SimpleNamespace(source=None, page=None, unplaced=SimpleNamespace(call="call0"), settings=settings)
+    rank: Any = SimpleNamespace(page=None, unplaced=SimpleNamespace(call="call0"), settings=settings)
     monitor = monitor_process._Monitor(rank, 1, READER, PIDFD, False)
     assert monitor._watch() is Interruption.TERMINATED
     assert looks[-1] == [PIDFD, -1]

@@ -1,8 +1,12 @@
-"""Nodes that take themselves out: nobody waits for them, and their reason goes where the decision goes."""
+"""Nodes that leave or never come: nobody waits for them, and the reason goes where the decision goes."""
 
 from __future__ import annotations
 
+import pytest
+from msgspec.structs import replace
+
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner
 from hpc_elastic.rendezvous.coordinator import next_proposal
@@ -12,6 +16,7 @@ from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, Status
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
+from tests.rigs.rendezvous_world import World
 from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, DecideRestart, info, record, uid, view
 
 ALL = tuple(uid(node) for node in range(4))
@@ -66,3 +71,31 @@ def test_the_reason_is_read_once_and_who_gives_none_leaves_too() -> None:
     store.delete(claim_key(BROKEN.round, ClaimKind.LEAVE, uid(3)))
     store.overwrite(claim_key(BROKEN.round, ClaimKind.LEAVE, uid(3)), '{"reason":"another"}')
     assert scanner.look(BROKEN).leaving[uid(3)] == "no GPU"
+
+
+@pytest.mark.parametrize(
+    ("least", "give_up", "event"),
+    [(2, True, RoundEvent.CLOSE), (2, False, None), (1, False, RoundEvent.FREEZE)],
+)
+def test_where_too_few_are_left_each_one_waits_for_replacements_or_the_run_is_closed(
+    least: int, give_up: bool, event: RoundEvent | None
+) -> None:
+    settings = replace(SETTINGS, min_nodes=least, max_nodes=2, expected_nodes=2, give_up=give_up)
+    one_is_lost = record(Status.JOINABLE, *ALL[:2], lost=(1,))
+    seen = view(one_is_lost, joined=ALL[:1], dead=frozenset(ALL[1:2]), since_status=1000.0, since_lost=1000.0)
+    proposal = next_proposal(seen, settings, DecideRestart())
+    assert (proposal.event if proposal is not None else None) is event
+
+
+def test_where_the_time_is_over_the_nodes_that_never_came_are_named_as_missing() -> None:
+    world = World(RendezvousSettings(min_nodes=3, max_nodes=3, expected_nodes=3, timeout=30))
+    for node in (0, 1):
+        world.start(node)
+
+    def is_closed() -> bool:
+        record = world.newest()
+        return record is not None and record.status is Status.CLOSED
+
+    assert world.run(is_closed)
+    missing = [fields for _, event, fields in world.events if event == "node_missing"]
+    assert missing == [{"round": 0, "node": 2, "host": "", "reason": "it has not joined"}]
