@@ -1,4 +1,4 @@
-"""How an agent ends: by a signal, with the supervisor's last duties where no supervisor is left, or by a crash.
+"""How an agent ends: by a signal or by a crash; and the supervisor's duties where no supervisor is in reach.
 
 When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script; but a SIGTERM
 may as well be a cancel. `HeardSignals` reports it through the rendezvous, and the supervisor finds out what it means.
@@ -11,11 +11,11 @@ import logging
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from hpc_elastic.agent.part import HealthVerdict
-from hpc_elastic.agent.round_events import log_coordination
+from hpc_elastic.agent.part import HealthVerdict, Part
+from hpc_elastic.agent.rounds import log_coordination
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.outcome import (
@@ -26,18 +26,25 @@ from hpc_elastic.base.outcome import (
     ExitCode,
     Outcome,
 )
+from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import HpcElasticError, describe_error
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED, EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.supervisor_events import NodeGivenUp
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, signals_unblocked
 
 if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+    from hpc_elastic.agent.node_agent import NodeAgent
     from hpc_elastic.agent.part import AgentSite
+
 
 ANSWER_SECONDS = 4.0
 """How long the supervisor's answer is waited for at most: it asks Slurm for 2 s."""
@@ -261,8 +268,6 @@ def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, s
     Returns its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node
     belongs to the job; None where it could not be run to its end.
     """
-    from hpc_elastic.base.self_command import own_command
-
     how = "--finish" if confirmed else "--finish-unconfirmed"
     argv = own_command("batch", how, str(attempt), uid, run_dir)
     try:
@@ -322,3 +327,52 @@ class CrashGuard:
                     continue  # one that fails for the same reason; the next may be smaller
         finally:
             leave_hung_threads(ExitCode.WORKERS_FAILED, pipes)
+
+
+GIVEN_UP = "Slurm gave the node up (node failure), and the supervisor is out of reach"
+
+
+class JobNodes(Part):
+    """Asks Slurm for the job's nodes where the supervisor can't: its own host is out of reach.
+
+    Such a node lives, as the files show, and no packet of it comes through: what its workers talk about stands still
+    until their own time-out. Slurm gives it up, and the supervisor does not learn that. The question is the
+    supervisor's own, in another process, as in `finish_attempt`.
+    """
+
+    def __init__(self, site: AgentSite) -> None:
+        self._site = site
+        self._process: subprocess.Popen[str] | None = None
+        self._about: tuple[int, ...] = ()
+
+    @property
+    def pids(self) -> Collection[int]:
+        return frozenset([self._process.pid] if self._process is not None else [])
+
+    def watched(self) -> Collection[FileDescriptorLike]:
+        return () if self._process is None or self._process.stdout is None else (self._process.stdout,)
+
+    def on_cut_off(self, found: NodesCutOff, record: RoundRecord) -> None:
+        site, attempt = self._site, self._site.me.attempt
+        away = [attempt.nodes[node] for node in (*found.nodes, *record.lost)]
+        if self._process is not None or attempt.cluster != "slurm" or attempt.batch_host not in away:
+            return
+        argv, self._about = own_command("batch", "--job-nodes", str(site.me.run.root)), found.nodes
+        try:
+            self._process = subprocess.Popen(
+                argv, env=dict(site.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            )
+        except OSError as error:
+            logger.warning("Slurm can't be asked for the job's nodes: %s", error)
+
+    def look(self, agent: NodeAgent) -> None:
+        process, site = self._process, self._site
+        if process is None or process.poll() is None:
+            return
+        job, self._process = process.communicate()[0].split(), None
+        for node in self._about if job else ():
+            name = site.me.attempt.nodes[node]
+            if name not in job:
+                logger.warning("%s: %s", name, GIVEN_UP)
+                site.events.write(NodeGivenUp(node=node, name=name, cause="not_started", reason=GIVEN_UP))
+                site.coordination.ask(lambda participant, node=node: participant.claims.give_up_node(node))  # type: ignore[misc]

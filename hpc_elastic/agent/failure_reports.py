@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpc_elastic.agent.part import Condemned
 from hpc_elastic.agent.restart_policy import bare_failure, early_failure, may_wait, sum_up
-from hpc_elastic.agent.round_events import ClockOffsetLog, log_stacks
+from hpc_elastic.agent.rounds import ClockOffsetLog, log_stacks
 from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.contrast import moment_after

@@ -140,7 +140,7 @@ def find_odd_ranks(
 
     Without a majority of ranks that look alike, none is named, unless the others have ended.
     """
-    from hpc_elastic.failures.collectives import compare_ranks  # not at an agent's start: `round_workers.load`
+    from hpc_elastic.failures.collectives import compare_ranks  # not at an agent's start: `rounds.load`
 
     compared = compare_ranks(
         [Activity(rank=rank.rank, flight=rank.flight) for rank in ranks if rank.flight is not None], hosts=hosts

@@ -187,7 +187,7 @@ def _make_site(
 
 def _restart_policy(spec: RunSpec) -> DecideRestart:
     def decide(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
-        from hpc_elastic.agent.restart_policy import RestartPolicy  # `round_workers.load` has imported it by then
+        from hpc_elastic.agent.restart_policy import RestartPolicy  # `rounds.load` has imported it by then
 
         policy = RestartPolicy(
             max_restarts=spec.max_restarts,

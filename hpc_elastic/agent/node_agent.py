@@ -30,8 +30,17 @@ from hpc_elastic.agent.ending import (
 )
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.part import AgentSite, Condemned, HealthVerdict, Part, fork_workers, watched
-from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
-from hpc_elastic.agent.round_workers import LOAD_SECONDS, RoundWorkers, confirm_round, load, log_stopped
+from hpc_elastic.agent.rounds import (
+    LOAD_SECONDS,
+    ClockOffsetLog,
+    RoundWorkers,
+    confirm_round,
+    load,
+    log_coordination,
+    log_health,
+    log_round,
+    log_stopped,
+)
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.loop import seconds_until, wait_readable

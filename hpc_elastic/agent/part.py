@@ -268,7 +268,7 @@ PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
     ("checkpoint_copies", "CheckpointCopies", lambda me: bool(me.spec.checkpoint_dir)),
     ("setup", "Setup", lambda me: bool(me.spec.setup)),
     ("restart_group", "RestartGroupWatch", lambda me: True),
-    ("job_nodes", "JobNodes", lambda me: me.attempt.cluster == "slurm"),
+    ("ending", "JobNodes", lambda me: me.attempt.cluster == "slurm"),
     ("health_checks", "HealthChecks.for_agent", lambda me: bool(me.spec.health_checks or me.spec.health_check)),
     ("fork_server", "ForkServer.for_agent", lambda me: me.spec.start_method is StartMethod.FORKSERVER),
 )

@@ -27,7 +27,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which all is compiled, as installed: who compiles grows by it."""
     env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("cache"))}
     code = (
-        "import hpc_elastic.agent.main; from hpc_elastic.agent import part, round_workers; round_workers.load()\n"
+        "import hpc_elastic.agent.main; from hpc_elastic.agent import part, rounds; rounds.load()\n"
         "for name, _, _ in part.PARTS: __import__(f'hpc_elastic.agent.{name}')"
     )
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)

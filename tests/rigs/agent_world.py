@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent import local_workers, node_agent, round_workers
+from hpc_elastic.agent import local_workers, node_agent, rounds
 from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
@@ -423,7 +423,7 @@ class AgentWorld(World):
             grow=settings.grow,
         )
         patch(local_workers, "LocalWorkers", self._make_workers)
-        patch(round_workers, "torch_available", lambda python: True)
+        patch(rounds, "torch_available", lambda python: True)
         patch(node_agent, "reap_orphans", lambda known: [])
 
     def _make_workers(self, site: GroupSite, **_: object) -> FakeWorkers:

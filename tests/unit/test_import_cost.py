@@ -88,8 +88,8 @@ NOT_AN_AGENTS = ("hpc_elastic.report", "hpc_elastic.options.table", "tomllib")
 START = "import hpc_elastic.cli.main, hpc_elastic.agent.main"
 AGENT = (
     f"{START}\n"
-    "from hpc_elastic.agent import part, round_workers\n"
-    "round_workers.load()\n"
+    "from hpc_elastic.agent import part, rounds\n"
+    "rounds.load()\n"
     "for name, _, is_needed in part.PARTS:\n"
     "    if name not in ('fork_server', 'checkpoint_copies'): __import__(f'hpc_elastic.agent.{name}')\n"
 )

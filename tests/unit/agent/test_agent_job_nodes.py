@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.job_nodes import GIVEN_UP, JobNodes
+from hpc_elastic.agent.ending import GIVEN_UP, JobNodes
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.succession import NodesCutOff
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent import ending, local_workers, node_agent, round_workers
+from hpc_elastic.agent import ending, local_workers, node_agent, rounds
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.checkpoints import PreemptionWatch
 from hpc_elastic.agent.fork_server import ForkServer
@@ -369,7 +369,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             return workers
 
         monkeypatch.setattr(local_workers, "LocalWorkers", make_workers)
-        monkeypatch.setattr(round_workers, "torch_available", lambda python: True)
+        monkeypatch.setattr(rounds, "torch_available", lambda python: True)
 
         def take() -> list[signal.Signals]:
             taken = list(signals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.agent.round_events import MOST_REFERENCES, ClockOffsetLog, ClockSample, is_news
+from hpc_elastic.agent.rounds import MOST_REFERENCES, ClockOffsetLog, ClockSample, is_news
 from hpc_elastic.base.clock import Offset
 from hpc_elastic.run.agent_events import ClockCompared
 from tests.rigs.fake_clock import FakeClock

@@ -110,7 +110,7 @@ def test_every_event_is_written_somewhere() -> None:
         for path in PACKAGE.rglob("*.py")
         if path.parent.name not in ("report", "cli") and not path.name.endswith("_events.py")
     ]
-    texts.append((PACKAGE / "agent" / "round_events.py").read_text(encoding="utf-8"))
+    texts.append((PACKAGE / "agent" / "rounds.py").read_text(encoding="utf-8"))
     used = {name for text in texts for name in re.findall(r"\b[A-Z]\w+\b", text)}
     assert {kind for kind in KINDS if kind.__name__ not in used} == set()
 
