@@ -64,17 +64,11 @@ def program(ranges: Sequence[Range]) -> list[Instruction]:
 
 
 class Guard:
-    """The addresses that are served at a port: all others reach a second socket there, which is not served.
-
-    Before `admit` all are others.
-    """
+    """Serves the addresses that were admitted: all others reach a second socket at the port, which is not served."""
 
     def __init__(self, first: socket.socket, bind_beside: Callable[[int], socket.socket]) -> None:
-        """`first` is bound as any other socket, so that a port that another program has was refused. It is taken over.
-
-        `bind_beside` binds another one to the same port (SO_REUSEPORT): `listener`, which does not listen yet. Raises
-        `OSError` where the kernel can't do that (a sandbox).
-        """
+        """`first` is bound, so that a port of another program was refused, and is taken over. `bind_beside` binds
+        `listener` to the same port (SO_REUSEPORT). Raises `OSError` where the kernel can't do that (a sandbox)."""
         self._refusing = first
         try:
             self._refusing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -302,7 +302,7 @@ class SimpleElasticAgent(ElasticAgent):
         return value
 
     def _await(self, look: Callable[[], T | None], seconds: float) -> T | None:
-        """What `look` gives, some time; None: nothing within `seconds`."""
+        """None: `look` gave nothing within `seconds`."""
         deadline, delay = self._clock.monotonic() + seconds, _FIRST_LOOK
         while (found := look()) is None and self._clock.monotonic() < deadline:
             pause(self._clock, delay)
@@ -310,10 +310,7 @@ class SimpleElasticAgent(ElasticAgent):
         return found
 
     def _all_are_done(self, group: WorkerGroup) -> bool:
-        """The exit barrier: this node's workers have ended well, and others may still need its store or its place.
-
-        False where a new round was asked for: all start again from what the script has saved.
-        """
+        """The exit barrier: others may still need this node's store. False where a new round was asked for."""
         store, size, seconds = group.store, group.group_world_size, self._exit_barrier_timeout
         assert store is not None
         assert size is not None
@@ -341,7 +338,6 @@ class SimpleElasticAgent(ElasticAgent):
 
 
 def _call(handler: Rendezvous, name: str) -> object:
-    """`None` where `handler` has no such method."""
     method = getattr(handler, name, None)
     return method() if method is not None else None
 

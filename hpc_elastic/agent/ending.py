@@ -70,13 +70,10 @@ class HeardSignals:
         self._kill_from: float | None = None
         """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
         self._ends_at: float | None = None
-        """When the job is ended from outside, by the notice."""
 
     def hear(self, number: signal.Signals) -> bool:
-        """Take a signal in; returns whether it ends this node now.
-
-        Slurm sends it twice at a limit, and at both ends of a preemption's grace.
-        """
+        """Returns whether it ends this node now. Slurm sends it twice at a limit, and at both ends of a preemption's
+        grace."""
         is_slurm = self._site.me.attempt.cluster == "slurm"
         if number is signal.SIGUSR2:
             if is_slurm:
@@ -172,11 +169,9 @@ _SPARE_SECONDS = 5.0
 def is_unclaimed(
     coordination: Coordination, members: Sequence[Member], uid: str, clock: Clock, *, confirmed: bool
 ) -> bool:
-    """Wait until a process claims the end of the closed attempt, or it is this agent's turn to finish it.
-
-    The turns are in the order of `members`, the last round's. `confirmed`: Slurm would be asked first; else this is the
-    last resort, which waits longer. False too where the store does not answer in time.
-    """
+    """Wait until a process claims the end of the closed attempt, or it is this agent's turn to finish it, in the order
+    of `members`. False too where the store does not answer in time. Not `confirmed`: the last resort, which waits
+    longer."""
     uids = [member.uid for member in members]
     turn = uids.index(uid) if uid in uids else len(uids)
     coordination.ask(lambda participant: participant.ending.begin(turn, confirmed=confirmed))
@@ -263,11 +258,8 @@ def finish_if_unclaimed(site: AgentSite, record: RoundRecord | None, *, ended_by
 
 
 def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, str], confirmed: bool) -> int | None:
-    """Finish the attempt in the supervisor's place, in another process: an agent runs none of Slurm's commands.
-
-    Returns its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node
-    belongs to the job; None where it could not be run to its end.
-    """
+    """An agent runs none of Slurm's commands: another process finishes it. Returns its exit code, `UNCONFIRMED_CODE`
+    where Slurm did not confirm that this node belongs to the job; None where it could not be run to its end."""
     how = "--finish" if confirmed else "--finish-unconfirmed"
     argv = own_command("batch", how, str(attempt), uid, run_dir)
     try:

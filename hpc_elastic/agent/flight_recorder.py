@@ -84,10 +84,8 @@ class FlightRecorders:
         return found
 
     def find_mute(self, ranks: Mapping[int, int]) -> dict[int, float]:
-        """Ask workers (local rank → global rank) for a sign of life, and look for the last one.
-
-        Returns local rank → since when one of its processes that listen has not answered, monotonic.
-        """
+        """Ask workers (local rank → global rank) for a sign of life; returns since when, monotonic, which have given
+        none."""
         now = self._clock.monotonic()
         mute: dict[int, float] = {}
         for local_rank, rank in ranks.items():

@@ -57,7 +57,6 @@ _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 5.0, 60.0
 
 
 MOST_STARTS = 8
-"""Most servers in a row none of which forked a worker."""
 
 
 class ServerState(str, Enum):
@@ -65,7 +64,6 @@ class ServerState(str, Enum):
     IMPORTING = "importing"
     READY = "ready"
     FAILED = "failed"
-    """Given up: workers are started fresh."""
 
 
 def why_given_up(preload: Preload, *, starts: int) -> str:

@@ -57,7 +57,6 @@ class Stall(Struct, frozen=True, kw_only=True):
     at: float
     counts: Mapping[int, Counts]
     since: Mapping[int, float] = {}
-    """Local ranks that make no progress → since when."""
     ended_at: float | None = None
     longest: float = 0.0
 
@@ -71,10 +70,7 @@ class Stall(Struct, frozen=True, kw_only=True):
 def next_stall(
     before: Stall, counts: Mapping[int, Counts], *, mute: Mapping[int, float], running: int, now: float
 ) -> Stall:
-    """The stall after another look. `mute`: since when a worker has not answered, though it is asked at each look.
-
-    `running` counts the workers that run; one in a container that has not come up yet has no counts.
-    """
+    """`mute`: since when a worker has not answered. `running` counts those in containers that have not come up, too."""
     seconds, since = now - before.at, {}
     for rank, count in counts.items():
         known = before.counts.get(rank)
@@ -108,10 +104,7 @@ def limit_without_progress(longest: float, least: float) -> float:
 def judge_run(
     stalls: Mapping[int, NodeStall | None], *, round_index: int, least: float, hosts: Mapping[int, str]
 ) -> Hang | None:
-    """Whether the run hangs, by what each node wrote (None: nothing that can be read); `hosts` of every rank.
-
-    None where a node makes progress, or may, and where all workers of all nodes have ended.
-    """
+    """None where a node makes progress, or wrote nothing readable, and where all workers of all nodes have ended."""
     here = [stall for stall in stalls.values() if stall is not None and stall.round == round_index]
     ranks = sorted((rank for stall in here for rank in stall.ranks), key=lambda rank: rank.rank)
     if len(here) < len(stalls) or not ranks:
@@ -136,10 +129,7 @@ def judge_run(
 def find_odd_ranks(
     ranks: Sequence[StalledRank], hosts: Mapping[int, str], *, have_others_ended: bool = False
 ) -> tuple[Suspect, ...]:
-    """Find the ranks that the others wait for, by the collectives that they left or else by what the kernel says.
-
-    Without a majority of ranks that look alike, none is named, unless the others have ended.
-    """
+    """Without a majority of ranks that look alike, none is named, unless the others have ended."""
     from hpc_elastic.failures.collectives import compare_ranks  # not at an agent's start: `rounds.load`
 
     compared = compare_ranks(

@@ -160,10 +160,7 @@ class HangDetector(Part):
         return Condemned(reason=found.reason, failure_class=FailureClass.HANG, ranks=self._watch.hung)
 
     def judge(self, workers: LocalWorkers, record: RoundRecord | None = None) -> Hang | None:
-        """Find a hang, once: by a section's timeout on the node of the worker, else on the node of group rank 0.
-
-        Without a `record`, heartbeats alone are looked at.
-        """
+        """Find a hang, once; without a `record` by heartbeats alone."""
         if (found := self._watch.look(workers.running)) is not None:
             return found
         now = self._clock.monotonic()
@@ -235,7 +232,6 @@ class HangDetector(Part):
         return is_awaited
 
     def _look_at_nccl(self, workers: LocalWorkers, members: Sequence[Member]) -> Hang | None:
-        """Ranks that differ are a hang; where they don't differ, the dumps decide."""
         first, hosts = workers.layout.first_rank, self._hosts(members)
         pids = {pid: first + local_rank for local_rank, pid in workers.running_pids.items()}
         self._nccl.look(pids, hosts, beats=sum(beat.changes for beat in self._watch.read()))

@@ -74,12 +74,9 @@ class _Asked(Struct):
 def find_targets(
     workers: Sequence[tuple[WorkerProcess, int]], scripts: Mapping[int, int] | None = None
 ) -> list[Target]:
-    """The process of each worker that holds its Python stacks: one look at the process table for all.
-
-    Each worker comes with the pid that sends its heartbeats, 0 where none does. That process is the one, where it is
-    below the worker; else the worker itself where it is a Python, else the first Python below it (a shell script around
-    the training script). `scripts`: worker's pid → pid of the script, where that is not below the worker.
-    """
+    """The process of each worker that holds its Python stacks: the one that sends its heartbeats (0: none does), else
+    the worker itself where it is a Python, else the first Python below it (a shell script around the training script).
+    `scripts`: worker's pid → pid of the script, where that is not below the worker."""
     processes, found = tree.all_processes(), []
     for worker, speaker in workers:
         root = (scripts or {}).get(worker.pid, worker.pid)
@@ -119,7 +116,6 @@ class StacksThenStop:
             self._ask()
 
     def _ask_children(self) -> bool:
-        """Have their own Python processes, a DataLoader's, dump their stacks first. Returns whether that goes on."""
         if self._children is None:
             asked = [one.state for one in self._asked.values() if one.proc is not None]
             pids = [child.pid for state in asked for child in state.children if is_python(child.pid)]
@@ -207,10 +203,8 @@ class WorkerSlot(Struct):
         return self.exit is not None and self.exit.exitcode != 0 and not self.stopped_by_agent
 
     def note_exit(self, status: ExitStatus, stopper: Stopper | None) -> None:
-        """It has ended. A SIGKILL that the agent has not sent was on its way when the stop began: a failure of its own.
-
-        A worker's sockets close before its end can be seen, so the peers' failures may be here first.
-        """
+        """A SIGKILL that the agent has not sent was on its way when the stop began: a failure of its own. (A worker's
+        sockets close before its end can be seen: the peers' failures may be here first.)"""
         self.exit = status
         if status.exitcode == -signal.SIGKILL and not (stopper is not None and stopper.sent_kill):
             self.stopped_by_agent = False

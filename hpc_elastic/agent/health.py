@@ -71,7 +71,6 @@ class SharedFacts(Struct, frozen=True, kw_only=True):
     lacks_descriptor: bool = False
     """No file could be opened, wherever it lies: that is no sign of this filesystem."""
     is_refusal: bool = False
-    """It may pass: `base.file_executor.is_refusal`."""
     clock: ClockOffset | None = None
     """A client that stamps by itself shows no offset."""
 
@@ -94,19 +93,15 @@ class GpuDevice(Struct, frozen=True, kw_only=True):
     held: int | None = None
     """Memory in use, but not by a living process that is none of this node's workers."""
     error: str = ""
-    """NVML's error in place of an answer: ``GPU is lost``."""
 
 
 class GpuFacts(Struct, frozen=True, kw_only=True):
     devices: tuple[GpuDevice, ...] = ()
     driver: str = ""
     error: str = ""
-    """Why NVML could not be asked although it is there; empty: it could, or there is none."""
     is_there: bool = True
     waited: float = 0.0
-    """Seconds, for memory that ended workers held."""
     waited_for: int = 0
-    """Bytes of it, on one GPU, that were in use at first."""
 
 
 # -- what follows from it ------------------------------------------------------------------------------------------
@@ -196,10 +191,8 @@ def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> He
 
 
 def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least_errors: float) -> HealthFinding:
-    """Are the GPUs of this job fit, and all there? NVML shows those of other jobs too, where Slurm confines no devices.
-
-    `given`: how many Slurm gave this node; None: there is no Slurm. `visible`: CUDA_VISIBLE_DEVICES.
-    """
+    """NVML shows GPUs of other jobs too, where Slurm confines no devices. `given`: how many Slurm gave this node; None:
+    there is no Slurm. `visible`: CUDA_VISIBLE_DEVICES."""
     if given == 0 or not facts.is_there:
         return HealthFinding(
             check=Check.GPU.value
@@ -319,10 +312,7 @@ def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
 
 
 def measure_shared(path: Path, clock: Clock) -> SharedFacts:
-    """Write a few bytes to a file of this agent's own, sync them to the server, and read them back.
-
-    The file stays for the next time; the server's stamp is compared with `clock`.
-    """
+    """Write to a file that stays, sync it to the server, read it back; the server's stamp is compared with `clock`."""
     text = os.urandom(16).hex().encode()
     folder, flags = str(path.parent), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

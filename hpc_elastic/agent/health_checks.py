@@ -329,8 +329,6 @@ class _Session:
         return child
 
     def twice(self, look: Callable[[], list[HealthFinding]], *, only: str = "") -> Callable[[], list[HealthFinding]]:
-        """`only`: where this check found something."""
-
         def act() -> list[HealthFinding]:
             found = look()
             bad = [finding for finding in found if finding.reason and (not only or finding.check == only)]
@@ -341,7 +339,6 @@ class _Session:
         return act
 
     def pause(self, seconds: float) -> bool:
-        """Returns False where no time is left, or the session is cancelled."""
         return seconds > 0 and not self._cancelled.wait(seconds)
 
     def join(self, seconds: float) -> None:

@@ -157,7 +157,6 @@ def _device(nvml: ctypes.CDLL, index: int) -> GpuDevice:
 
 
 def _held(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int | None:
-    """The memory in use, without that of living processes which are none of this node's workers."""
     newer, older = _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24), _Memory()
     if _optional(nvml, "nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(newer)):
         used = int(newer.used)
@@ -191,7 +190,6 @@ def _processes(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> list[_Process]:
 
 
 def _is_of_others(pid: int) -> bool:
-    """The memory of a process that is no worker of this node is not waited for."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             tag = Environ(file.read()).get(TAG_VARIABLE) or ""

@@ -38,7 +38,6 @@ from hpc_elastic.workers.tree import descendants
 logger = logging.getLogger(__name__)
 
 MOST_MARKED = 16
-"""Most ranks that a record names, which is short."""
 SUMMARY_SECONDS = 15.0
 """How often a node writes where its workers are, however fast their steps."""
 FIRST_SUMMARY_SECONDS = 5.0
@@ -121,13 +120,10 @@ def next_look(
 
 
 def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> tuple[RankBeat, ...]:
-    """Workers of this node that a worker, here or on another node, waits for, which is silent at `step` for `age`.
-
-    In a collective all wait for the worker that did not come, and the first whose time is over may be one that waits.
-    The one that hangs is behind in steps, and has been silent for about as long (less a second, or a tenth, in which
-    reports are under way). The furthest behind first; never a worker that has reported no step: in many scripts one
-    rank reports for all.
-    """
+    """Workers of this node, the furthest behind first, for which one waits that is silent at `step` for `age`. In a
+    collective all wait for the worker that did not come: it is behind in steps, and has been silent for about as long
+    (less a second, or a tenth, in which reports are under way). Never one that has reported no step: in many scripts
+    one rank reports for all."""
     least = age - max(SLACK_SECONDS, SLACK_SHARE * age)
     behind = [beat for beat in beats if beat.step is not None and beat.step < step and beat.age(now) >= least]
     return tuple(sorted(behind, key=_lag))
@@ -151,10 +147,8 @@ class HeartbeatWatch:
         furthest_before: int = -1,
         lease: Lease | None = None,
     ) -> None:
-        """The monotonic `clock` must be the workers' (CLOCK_BOOTTIME); `summary` is a path in the run directory.
-
-        `furthest_before` is the furthest step of the attempt before, as far as it is known; -1: none.
-        """
+        """`clock` must be the workers' (CLOCK_BOOTTIME). `furthest_before`: the furthest step of the attempt before;
+        -1: none."""
         self.pages, self._timeouts, self._clock, self._files = folder, timeouts, clock, files
         self._summary, self._node, self._host = summary, node, host
         self._lease = lease
@@ -340,11 +334,7 @@ class HeartbeatWatch:
 
     @property
     def counted_steps(self) -> int:
-        """The same of what was counted, where the script reports no steps: from 1 in each round.
-
-        Collectives that were counted before a worker was killed are not all that it did: they are left out, and so are
-        those of a round that ends before its first step.
-        """
+        """The same of what was counted, from 1 in each round; of collectives, where they are all that a worker did."""
         collectives = [beat for beat in self._beats.beats if beat.is_final and not self._has_steps]
         found = [beat for beat in self._beats.beats if beat.source is ProgressSource.OPTIMIZER] or collectives
         return max((beat.counted_steps or 0 for beat in found), default=-1)

@@ -139,10 +139,8 @@ def make_folder(path: Path) -> HeartbeatFolder:
 
 
 def sweep(base: Path, prefix: str) -> None:
-    """Remove the folders of dead agents: those whose lock can be had. (Pids mean nothing between containers.)
-
-    Anybody may make any number of names there, which must not hold an agent up: of very many only some are looked at.
-    """
+    """Remove the folders whose lock can be had: those of dead agents. (Pids mean nothing between containers.) Anybody
+    may make any number of names there: of very many only some are looked at."""
     with os.scandir(base) as entries:
         found = [entry for entry in itertools.islice(entries, _MOST_ENTRIES) if entry.name.startswith(prefix)]
     for entry in found[:_MOST_NAMES]:

@@ -207,7 +207,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         return dict(enumerate(self._workers.pids))
 
     def _other_children(self) -> set[int]:
-        """This process' children that are no workers: theirs carry the tag."""
         ours = {proc.pid for proc in tree.tagged(TAG_VARIABLE, str(self._tag))}
         return {pid for pid in tree.children(os.getpid()) if pid not in ours}
 

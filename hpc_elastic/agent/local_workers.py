@@ -61,11 +61,7 @@ ForkWorkers = Callable[
 
 
 class LocalWorkers:
-    """One group of worker processes. All methods are for the main thread.
-
-    None waits for files but `start` and the two that describe failures: in the bounds above, and not when this node is
-    to end.
-    """
+    """All methods are for the main thread; only `start` and what describes failures wait for files."""
 
     def __init__(
         self,
@@ -97,7 +93,6 @@ class LocalWorkers:
         self._stopper: Stopper | None = None
         self._stop = StopRecord()
         self._held_locks: tuple[HeldLock, ...] = ()
-        """Locks of C++ extensions' builds that the stopped workers held."""
         self._recorders = FlightRecorders(self._watch.folder, round_index=site.round, clock=site.clock)
         self.evidence = WorkerEvidence(site, self._stop, self._recorders)
         self.sockets = SocketWatch(site.clock)
@@ -114,12 +109,9 @@ class LocalWorkers:
         cpus: Sequence[frozenset[int]] = (),
         is_wrapped: bool = False,
     ) -> None:
-        """Start all workers of the node. `environment`: (local rank, path of its error file) → the whole environment.
-
-        `is_wrapped`: `argv` begins with a program that may stay, and report a signal N of the script as 128 + N. Raises
-        `WorkerStartError` where one could not be started (the others run and are to be stopped), and `OSError` for
-        folders.
-        """
+        """`environment`: (local rank, path of its error file) → the whole environment. `is_wrapped`: `argv` begins with
+        a program that may report a signal N of the script as 128 + N. Raises `WorkerStartError` (the others run, and
+        are to be stopped), and `OSError` for folders."""
         self._is_wrapped = is_wrapped
         self._were_ended()  # in an earlier round: no news
         self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._site.is_ending, again=is_refusal)
@@ -283,11 +275,8 @@ class LocalWorkers:
         return self._clock.monotonic() - self._started_at
 
     def send(self, number: signal.Signals, speakers: Mapping[int, int]) -> list[int]:
-        """A signal to those workers in `speakers` that run: to the process of each that catches it.
-
-        `speakers`: local rank → pid of the process that sends its heartbeats; 0 where none does. Returns the local
-        ranks that did not get it: no process of theirs catches it, so that it would end them, or they have ended.
-        """
+        """Signal the workers in `speakers` that run: the process of each that catches it. `speakers`: local rank → pid
+        of the process that sends its heartbeats, or 0. Returns the local ranks that did not get it."""
         pids = self.running_pids
         return [
             rank
@@ -324,10 +313,7 @@ class LocalWorkers:
         return {rank: tail for rank, tail in found.items() if tail is not None}
 
     def condemn(self, found: Condemned) -> None:
-        """Have the workers that are named described as failures once they have ended.
-
-        In a hang all workers get SIGABRT in place of SIGTERM when they are ended, and leave their stacks.
-        """
+        """Those named are described as failures once they have ended. In a hang all get SIGABRT instead of SIGTERM."""
         if found.ranks or self.evidence.condemned is None:
             self.evidence.condemned = found
         self._stop.wants_stacks |= found.failure_class is FailureClass.HANG

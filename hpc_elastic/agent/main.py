@@ -130,7 +130,6 @@ def agent_main(argv: Sequence[str]) -> int:
 def _make_site(
     me: AgentIdentity, secret: bytes, folder: HeartbeatFolder, output: _Output, *, clock: Clock, files: FileExecutor
 ) -> AgentSite:
-    """Raises `UsageError`: the run asks for something that this node does not have."""
     spec, at = me.spec, me.paths
     worker_count = local_world_size(spec.nproc_per_node, me.env)
     cpus: Sequence[frozenset[int]] = ()
@@ -264,7 +263,6 @@ class _Output(Struct, frozen=True, kw_only=True):
         crash.end(steps, pipes)
 
     def close(self, is_clean: bool) -> bool:
-        """Close all but the job log. Returns whether no thread is left that hangs."""
         is_clean &= self.pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
         log_losses(self.events, self.pump)
         self.events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)

@@ -77,11 +77,8 @@ def parse_address(text: str) -> Address | None:
 
 
 def ask_ras(address: Address, *, world_size: int, why_not_ours: Callable[[socket.socket], str]) -> str:
-    """Ask for the state of all communicators, in bounded time and memory; returns JSON.
-
-    `why_not_ours`, of the connection: why the other end is no process of this run; empty: it is one. Raises `OSError`
-    where nobody listens or answers in time, and `NotOursError`.
-    """
+    """Returns the state of all communicators as JSON. `why_not_ours`: empty where the other end is of this run. Raises
+    `OSError` where nobody listens or answers in time, and `NotOursError`."""
     most = min(_MOST_BYTES, _BYTES_PER_RANK * world_size)
     deadline = time.monotonic() + _CONNECT_SECONDS
     shown = f"{address[0]}:{address[1]}"
@@ -237,7 +234,6 @@ def _name_culprits(
 
 
 def _ranks_of(report: RasReport, *, world_size: int, pids: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """A communicator of all ranks numbers them as the run does."""
     found: dict[tuple[str, int], int] = {}
     for each in report.communicators:
         for rank, (host, pid) in each.processes.items():

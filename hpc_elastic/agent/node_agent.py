@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_HEALTH_SECONDS = 0.25
-"""How long an agent waits for its first health check before it asks to join."""
 FIRST_RECORD_SECONDS = 1.0
 """How long one whose fork server imports, or whose guardian has ended the workers, waits for a record."""
 
@@ -164,7 +163,6 @@ class NodeAgent:
             part.on_setup(change)
 
     def _find_round(self) -> None:
-        """Wait for the record of the round that goes on, if there is one, while a part holds the start anyway."""
         while self.record is None and (holding := [part for part in self.parts if part.holds_start]):
             if not wait_readable([self.site.coordination, *watched(holding)], FIRST_RECORD_SECONDS):
                 return
@@ -337,7 +335,6 @@ class NodeAgent:
     # -- what follows --------------------------------------------------------------------------------------------
 
     def _happens(self, event: Event, reason: str) -> None:
-        """Take `event` in: the table holds which phase follows, the methods below do what belongs to it."""
         before = self.phase
         if before is Phase.ENDED:
             return
@@ -373,7 +370,6 @@ class NodeAgent:
             self._join()
 
     def _join(self) -> None:
-        """Ask to be in the next round, once no part objects: this node is fit."""
         self.figures.begin("rendezvous")
         self._wants_join = True
         for part in self.parts:
@@ -475,7 +471,6 @@ class NodeAgent:
         self._stop_due = site.clock.monotonic()
 
     def _workers_ended(self) -> None:
-        """All of the group are gone: write and report the evidence, and join again where this agent goes on."""
         workers, self.workers = self.workers, None
         if workers is not None:
             self._reports.on_end(workers, self.record)

@@ -32,7 +32,6 @@ class Gpu(Struct, frozen=True, kw_only=True):
     bus_id: str = ""
     """Empty where the PCI address is not known, as for a part of a GPU (MIG)."""
     node: int | None = None
-    """NUMA node; None: the firmware does not say."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -54,7 +53,6 @@ class Machine(Struct, frozen=True, kw_only=True):
 class WorkerCpus(Struct, frozen=True, kw_only=True):
     cpus: frozenset[int]
     why: str
-    """``NUMA node 1 of GPU 0000:c1:00.0``."""
 
 
 # -- the decision --------------------------------------------------------------------------------------------------

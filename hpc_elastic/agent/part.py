@@ -144,7 +144,7 @@ class Part:
         return False
 
     def watched(self) -> Collection[FileDescriptorLike]:
-        """What is readable when there is something to `look` at; a negative number is never."""
+        """Each is readable when there is something to `look` at; a negative number is never."""
         return ()
 
     def begin(self) -> None:

@@ -115,21 +115,15 @@ def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, .
 
 
 def _is_of_one_node(record: RoundRecord, failures: Sequence[NodeFailure], cause: NodeFailure) -> bool:
-    """Whether an infrastructure failure with a fingerprint (a read-only filesystem) is one node's: its mount's.
-
-    All workers of a container that write to ``/results.txt`` have a wrong path. (Before the same failure counts again,
-    the other nodes' workers get a moment to show it: `may_wait`.)
-    """
+    """A read-only filesystem is one node's mount. All workers of a container that write to ``/results.txt`` have a
+    wrong path: before the same failure counts again, the other nodes get a moment to show it (`may_wait`)."""
     alike = [one for one in failures if one.fingerprint == cause.fingerprint]
     is_infrastructure = cause.failure_class == FailureClass.INFRASTRUCTURE.value
     return is_infrastructure and len(record.members) > 1 and len(alike) == 1
 
 
 def may_wait(failure: WorkerFailure, record: RoundRecord, *, max_restarts: int) -> bool:
-    """The workers of the other nodes get a delay to show whether a failure is its node's.
-
-    Only where that delays no recovery: another round would end the same way, or has done so, or is not left.
-    """
+    """The other nodes' workers get a delay to show whether a failure is its node's, where that delays no recovery."""
     if len(record.members) < 2 or not may_be_of_node(failure):
         return False
     is_again = failure.fingerprint == record.memory.fingerprint
@@ -173,10 +167,8 @@ def sum_up(
     workers: int = 0,
     leader: tuple[int, int] | None = None,
 ) -> NodeFailure:
-    """Sum one node's failures up, as the coordinator needs them. `seconds`: until the first of them failed.
-
-    `leader`: the coordinator's node, and by how many nanoseconds this host's clock is ahead of its; None: not known.
-    """
+    """`seconds`: until the first of them failed. `leader`: the coordinator's node, and by how many nanoseconds this
+    host's clock is ahead of its; None: not known."""
     ranking = Ranking(failures, WorkerFailure.standing)
     first = ranking.first or ranking.all[0]
     is_hang = first.failure_class is FailureClass.HANG

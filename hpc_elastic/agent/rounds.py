@@ -77,11 +77,8 @@ LOAD_SECONDS = 60.0
 
 
 def load() -> None:
-    """Import what starts workers and describes their failures, in another thread, while the nodes meet.
-
-    It is most of what an agent imports, so joining does not wait for it; but no worker starts before
-    it: a mount that hangs later must not keep the agent from reporting what failed.
-    """
+    """Import what starts workers and describes their failures, most of what an agent imports, while the nodes meet. No
+    worker starts before it: a mount that hangs later must not keep the agent from reporting what failed."""
     for name in ("local_workers", "failure_reports", "worker_environment", "address_filter"):
         import_module(f"hpc_elastic.agent.{name}")
     import_module("hpc_elastic.rendezvous.errors")
@@ -115,10 +112,8 @@ def confirm_round(
 
 
 def _open_master(site: AgentSite, record: RoundRecord, change: EnvironmentChange, is_ending: Callable[[], bool]) -> str:
-    """Bind the TCPStore's port on this node: on the loopback where it is alone. Raises `StoreBindError`.
-
-    Returns ``address port 1|0``, the last for whether this agent serves it; else rank 0 does.
-    """
+    """Returns ``address port 1|0``, the last for whether this agent serves it; else rank 0 does. Raises
+    `StoreBindError`."""
     is_alone = len(record.members) == 1
     host = choose_master_address(
         given=site.me.spec.master_addr,

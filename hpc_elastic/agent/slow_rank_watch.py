@@ -52,7 +52,7 @@ EVERY_SECONDS = 30.0
 SECONDS_PER_NODE = 0.25
 """A run of many nodes is looked at less often: one node reads the files of all."""
 MOST_SHARE = 0.001
-"""Of a rank's time, for its answers."""
+"""Share of a rank's time for its answers."""
 MOST_BYTES = 1e6 / 60
 """A second, of the files that one node reads: as each node reckons it by its own file."""
 LEAVE_SECONDS, LOOK_SECONDS = 2.0, 0.05
@@ -194,7 +194,7 @@ class SlowRankWatch(Part):
             self._write_event(_slow_ended(workers, was_slow, now_ns))
 
     def _wait(self) -> None:
-        """Until the next time that is the same on all nodes, by their clocks: what ranks did then is compared."""
+        """The next look is at a time that is the same on all nodes: what ranks did then is compared."""
         count = len(self._record.members) if self._record is not None else 1
         least = max(count * SECONDS_PER_NODE, self._seconds / MOST_SHARE, count * self._bytes / MOST_BYTES)
         every = EVERY_SECONDS
@@ -271,7 +271,7 @@ class SlowRankWatch(Part):
             self._pace = replace(self._pace, best=best.step, spread=best.spread)
 
     def _look_whether_to_leave(self, last_round: int, record: RoundRecord) -> None:
-        """What `NOW` says of the round that has ended is the same for all nodes; each takes itself out."""
+        """All nodes read the same in `NOW` of the round that has ended; each takes itself out."""
         now = codec.load(self._folder / NOW, SlowRanks)
         slow = now.ranks if isinstance(now, SlowRanks) and now.round == last_round else ()
         gone = {path: codec.load(path, SlowRanks) for path in self._folder.glob("left-*.json")}
@@ -293,7 +293,6 @@ class SlowRankWatch(Part):
         self._holds_until = None
 
     def _end(self, workers: LocalWorkers, watched: Watched, slow_run: RunPace | None) -> None:
-        """The round is over: what was slow until now was so until its end. `NOW` stays for the nodes that join next."""
         now_ns = self._clock.time_ns()
         for slow in watched.slow.values():
             self._write_event(_rank_ended(workers, slow, now_ns, recovered=False))

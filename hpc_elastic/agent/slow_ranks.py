@@ -35,7 +35,7 @@ RARE = 20
 SPREAD = 2.0
 """How many times as late as the usual rank: batches of uneven size make each rank late at times."""
 NOISE_SECONDS = 0.001
-"""What is below is the noise of a busy machine."""
+"""A lateness below it is the noise of a busy machine."""
 
 
 class Arrivals(Struct, frozen=True, kw_only=True):
@@ -47,13 +47,13 @@ class Arrivals(Struct, frozen=True, kw_only=True):
     took: tuple[float, ...] = ()
     """Seconds that each ran on the GPU, to the end that all have in common; empty: not known."""
     bound: float = 0.0
-    """By how much that clock may be off against the other ranks', seconds."""
+    """Seconds by which that clock may be off against the other ranks'."""
 
 
 class Late(Struct, frozen=True, kw_only=True):
     rank: int
     seconds: float
-    """By how much it enters after the others, median over `calls`."""
+    """Median over `calls`, after the others."""
     calls: int
     kind: str
     on_gpu: bool = False
@@ -70,11 +70,8 @@ class GroupLateness(Struct, frozen=True, kw_only=True):
 
 
 def judge(group: Mapping[int, Arrivals]) -> GroupLateness:
-    """Compare the ranks of one process group, over the numbers that all have arrivals of.
-
-    No slow rank where the calls are few, where the numbers have no part in common, or where more than half of the ranks
-    would be slow: then it is the others that are fast, for a reason of the script's.
-    """
+    """No slow rank where the calls are few, where the numbers have no part in common, or where more than half of the
+    ranks would be slow: then it is the others that are fast, for a reason of the script's."""
     first = max(one.first for one in group.values())
     end = min(one.first + len(one.at) for one in group.values())
     count = end - first
@@ -137,7 +134,6 @@ def _by_step(late: Sequence[float], awaited: Sequence[int], period: int) -> list
 
 
 def _slow(late: Mapping[int, Sequence[float]], group: Mapping[int, Arrivals]) -> set[int]:
-    """The ranks that are late by habit, beyond what is usual in this group; `late` by step."""
     blocks = {rank: _means(values) for rank, values in late.items()}
     usual = median(sorted(means)[len(means) * 3 // 4] for means in blocks.values())
     each = median(sorted(values)[len(values) * 3 // 4] for values in late.values())
@@ -159,11 +155,8 @@ def _means(values: Sequence[float]) -> list[float]:
 
 
 def _awaited(period: int, early: Sequence[float], last: Sequence[float]) -> list[int]:
-    """The collectives for which the early ranks waited before they entered the next one.
-
-    Where they waited, the next entry follows the last rank's entry at a steady distance; where they did not, it follows
-    their own. Which of the two is steadier is asked for each place in the step.
-    """
+    """The early ranks waited where the next collective's entry follows the last rank's at a steady distance; else it
+    follows their own. Which of the two is steadier is asked for each place in the step."""
     count = len(early)
     found: list[int] = []
     for place in range(period):
@@ -190,7 +183,6 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _period(kinds: Sequence[str]) -> int:
-    """After how many calls the kinds repeat; 1 where they do not within a third of them."""
     for period in range(1, len(kinds) // 3 + 1):
         if all(a == b for a, b in zip(kinds, kinds[period:], strict=False)):
             return period
@@ -215,11 +207,8 @@ SPREADS = 3.0
 def find_slow(
     nodes: Mapping[int, NodeArrivals], *, round_index: int, names: Sequence[str]
 ) -> tuple[dict[int, SlowRank], set[int]]:
-    """Compare the ranks of all nodes within each of their process groups, by what each node wrote in this round.
-
-    Returns rank → how slow it is, by the group in which that costs most, and the ranks that could be compared. A rank
-    that waits for a slow one in a group of theirs is not slow itself, though it is late everywhere else.
-    """
+    """Returns rank → how slow it is, by the group in which that costs most, and the ranks that could be compared. A
+    rank that waits for a slow one in a group of theirs is not slow itself, though it is late everywhere else."""
     nodes = {node: found for node, found in nodes.items() if found.round == round_index}
     if sections := {one.rank: (node, one) for node, found in nodes.items() for one in found.sections}:
         return _find_in_sections(sections, names), set(sections)
@@ -249,7 +238,6 @@ def find_slow(
 
 
 def _find_in_sections(ranks: Mapping[int, tuple[int, RankSections]], names: Sequence[str]) -> dict[int, SlowRank]:
-    """Compare the sections of which all ranks had some. The one in which all wait for a slow rank is long for most."""
     slow: dict[int, SlowRank] = {}
     common = set.intersection(*({name for name, spent in one.spent.items() if spent} for _, one in ranks.values()))
     for name in sorted(common - {SETUP, CHECKPOINT}):
@@ -274,7 +262,7 @@ class _Group(Struct):
 
 
 class _Pipelines:
-    """Which ranks are stages of one pipeline: they do different work, and enter their common collectives apart."""
+    """The stages of one pipeline do different work, and enter their common collectives apart."""
 
     def __init__(self) -> None:
         self._above: dict[int, int] = {}
@@ -292,7 +280,6 @@ class _Pipelines:
 
 
 def _groups(nodes: Mapping[int, NodeArrivals]) -> dict[str, _Group]:
-    """Process groups by name and members; the times of all are on one clock, or the group is left out."""
     groups: dict[str, _Group] = {}
     references = {found.reference for found in nodes.values() if found.reference}
     for node, found in nodes.items():
@@ -317,11 +304,8 @@ def _groups(nodes: Mapping[int, NodeArrivals]) -> dict[str, _Group]:
 def _waits_for_another(
     rank: int, name: str, groups: Mapping[str, _Group], findings: Mapping[str, GroupLateness]
 ) -> bool:
-    """Whether a rank that is late in one group waits for another one in another group of its own.
-
-    So does a rank whose group has a slow one; and one of a group that is late as a whole, across nodes: a stage of a
-    pipeline whose transfers are not known.
-    """
+    """A rank whose group has a slow one waits for that; and one of a group that is late as a whole, across nodes, is in
+    a stage of a pipeline whose transfers are not known."""
     late_here = {late.rank for late in findings[name].late}
     for other, finding in findings.items():
         group = groups[other]
@@ -369,16 +353,9 @@ def choose_leaving(
     segment: int,
     moved: Mapping[int, int],
 ) -> dict[int, str]:
-    """Choose the nodes that leave the run at a restart because of their slow ranks, those first that cost the most.
-
-    Args:
-        record: The newest one, with the members of the round that has ended.
-        waiting: How many nodes wait to take a place.
-        moved: Rank → another node on which the same rank was slow before: then it has more to do, wherever it runs.
-
-    Returns:
-        Node → why it stays; empty: it leaves.
-    """
+    """Returns node → why it stays (empty: it leaves), those first that cost the most. `waiting`: nodes that wait to
+    take a place. `moved`: rank → another node on which the same rank was slow before: it has more to do, wherever it
+    runs."""
     found: dict[int, str] = {}
     left = [member for member in record.members if member.node not in {*record.lost, *record.unfit}]
     for one in sorted(slow, key=lambda one: -one.share):

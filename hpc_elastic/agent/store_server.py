@@ -70,10 +70,7 @@ class StoreState(str, Enum):
 
 
 class StoreServer(ProcessPart):
-    """The store of one agent. One port and one process at a time.
-
-    `python` has torch; `close` writes what the processes printed to `log_path`, by the thread of `files`.
-    """
+    """One port and one process at a time. `python` has torch; `close` writes what the processes printed."""
 
     def __init__(
         self, python: str, *, log_path: Path, environ: Mapping[str, str], files: FileExecutor | None = None
@@ -105,12 +102,9 @@ class StoreServer(ProcessPart):
         self._python, self._environ = change.command([self._python])[0], change.apply(self._environ)
 
     def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
-        """Bind the port of a new round and listen on it; the former round's is released first.
-
-        An IP address is what is listened on; with a name, which may mean something else on another node, all addresses
-        of this node are. `port`: the user's own, in every round the same. `guarded`: serve no address before
-        `Guard.admit`, where other hosts can reach it and the kernel has filters. Raises `StoreBindError`.
-        """
+        """A name, which may mean something else on another node, is listened on at all addresses. `port`: the user's
+        own, in every round the same. `guarded`: serve no address before `Guard.admit`, where other hosts can reach it.
+        Raises `StoreBindError`."""
         self.release()
         family, bind_to, connect_to = _listen_address(address)
         try:
@@ -135,10 +129,7 @@ class StoreServer(ProcessPart):
         return address, self._target[1]
 
     def serve(self) -> None:
-        """Hand the bound port to the process, started here where there is none. Returns at once; see `handle`.
-
-        Call it when the workers have been spawned: they need seconds to import torch, the process less.
-        """
+        """Hand the bound port to the process, when the workers have been spawned: they need seconds to import torch."""
         if self._listener is None:
             raise RuntimeError("bind() comes before serve()")
         self.handle()
@@ -173,10 +164,8 @@ class StoreServer(ProcessPart):
         return self.state
 
     def release(self) -> None:
-        """Drop this round's store and free its port. Returns within about a second, whatever the process does.
-
-        Workers that still talk to it see their connection end, so release it when all of the round's are gone.
-        """
+        """Returns within about a second, whatever the process does. Workers that still talk to it see their connection
+        end."""
         state = self.handle()
         dropped = state is StoreState.SERVING and self._dropped()
         self._shut_port()
@@ -317,10 +306,8 @@ class StoreServer(ProcessPart):
 
 
 def listen_for(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens on a free port for workers that get `address`, and where this node itself connects.
-
-    At that address alone, as `StoreServer.bind`; at all, where it is not this node's own.
-    """
+    """A socket on a free port of `address` alone, or of all where it is not this node's; and where this node itself
+    connects."""
     family, bind_to, connect_to = _listen_address(address)
     try:
         listener = _bound(family, bind_to, None)
@@ -331,7 +318,6 @@ def listen_for(address: str) -> tuple[socket.socket, str]:
 
 
 def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
-    """Returns the family, the address to listen on, and where this node itself connects."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, address.partition("%")[0])
@@ -367,7 +353,6 @@ def _bound(family: socket.AddressFamily, address: str, port: int | None, *, shar
 
 
 def _guard(family: socket.AddressFamily, address: str, port: int | None) -> Guard | None:
-    """Both its sockets are bound to the port; `None` where the kernel can't do that. Raises `OSError`."""
     from hpc_elastic.agent.address_filter import Guard
 
     first = _bound(family, address, port)

@@ -75,10 +75,7 @@ def worker_command(spec: RunSpec, change: EnvironmentChange) -> list[str]:
 def worker_environment(
     base: Mapping[str, str], facts: RoundFacts, *, local_rank: int, error_file: str
 ) -> dict[str, str]:
-    """The whole environment of one worker.
-
-    torch's ``@record``, or this package's, writes to `error_file`: never the one that the agent itself was given.
-    """
+    """`error_file` is written by ``@record``, torch's or ours: never the one that the agent itself was given."""
     layout, spec = facts.layout, facts.spec
     rank = layout.first_rank + local_rank
     env = dict(base)
@@ -161,12 +158,9 @@ _AGENTS_OWN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS
 
 
 def _set_slurm_variables(env: dict[str, str], layout: RankLayout, local_rank: int) -> None:
-    """Slurm's variables as srun would set them had it started each worker as a task.
-
-    To Slurm, the agents are the tasks: one on each node. A library or script that asks Slurm for its rank (Lightning's
-    SLURMEnvironment, `int(os.environ["SLURM_PROCID"])`) would have all workers of a node think that they are the same
-    one, and take the number of nodes for the world size; after a lost node, that of a node that is gone.
-    """
+    """Slurm takes the agents for the tasks: a library that asks it for its rank (Lightning's SLURMEnvironment) would
+    take all workers of a node for the same one, and the number of nodes for the world size. So the variables are those
+    that srun would set had it started each worker as a task."""
     for name in _AGENTS_OWN:
         env.pop(name, None)
     env.update(
@@ -239,11 +233,8 @@ def enter_container(
 
 
 def exit_of_script(container: Container | None, exitcode: int) -> int:
-    """The script's exit code from its runtime's, as `subprocess` has it.
-
-    podman reports a signal as a shell does, as 128 and its number (podman 4.3). charliecloud and enroot become the
-    script, and apptainer 1.3 sends itself the signal that ended it.
-    """
+    """podman reports a signal as a shell does, as 128 and its number (podman 4.3). charliecloud and enroot become the
+    script, and apptainer 1.3 sends itself the signal that ended it."""
     is_podmans = container is not None and container.image.runtime is Runtime.PODMAN
     return 128 - exitcode if is_podmans and 128 < exitcode <= 128 + signal.SIGRTMAX else exitcode
 

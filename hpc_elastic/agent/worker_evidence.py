@@ -282,7 +282,6 @@ class WorkerEvidence(Struct, eq=False):
         ]
 
     def _describe_hung(self, worker: HungWorker) -> WorkerFailure | None:
-        """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
         slot = worker.slot
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
@@ -315,10 +314,7 @@ class WorkerEvidence(Struct, eq=False):
         return failure
 
     def _keep_cause(self, slot: WorkerSlot, failure: WorkerFailure | None) -> WorkerFailure | None:
-        """Keep one traceback of each cause for the job log, and drop those of consequences there: the files have all.
-
-        Returns the failure where its traceback is kept.
-        """
+        """Keep one traceback of each cause for the job log. Returns the failure where it is kept."""
         pid = slot.process.pid
         is_cause = failure is not None and (failure.is_own_cause or self.site.layout.world_size == 1)
         if failure is not None and is_cause and failure.fingerprint not in self.causes:

@@ -137,11 +137,8 @@ class RoundStore(Protocol):
 
 
 class Round(Protocol):
-    """What `next_rendezvous` returns. `rendezvous.membership.RoundResult` is one.
-
-    A tuple of the three does as well. It may have `version`, the round's number, the same on every node; where it has
-    none, each agent counts its rounds.
-    """
+    """The result of `next_rendezvous`, such as `rendezvous.membership.RoundResult`; a tuple of the three does as well.
+    It may have `version`, the round's number, the same on every node; else each agent counts its rounds."""
 
     @property
     def store(self) -> RoundStore: ...

@@ -312,7 +312,6 @@ class Iterations:
         return CallEvent.DECIDED
 
     def _leave(self) -> CallEvent:
-        """Report it to the others, in whatever iteration they are."""
         error, state, store = self._leaving, self._state, self._store
         logger.warning("rank %d leaves: %s: %s", state.rank, type(error).__name__, error)
         gives_up = isinstance(error, RestartAbort | InternalError | BarrierError)

@@ -16,7 +16,6 @@ class CallPhase(Enum):
     RUNNING = "running"
     """`initialize`, `health_check`, then the function, or a spare's wait."""
     COMPLETING = "completing"
-    """The completion barrier."""
     ABORTING = "aborting"
     """Last call and `abort`, in the monitor thread."""
     FINALIZING = "finalizing"
@@ -43,11 +42,9 @@ class CallEvent(Enum):
     FINALIZED = "finalized"
     HEALTHY = "healthy"
     DECIDED = "decided"
-    """The members of the next iteration are known."""
     FAILED = "failed"
     """Something raised that ends this rank."""
     SAID = "said"
-    """The others know that this rank is gone."""
 
 
 TRANSITIONS: dict[CallPhase, dict[CallEvent, CallPhase]] = {

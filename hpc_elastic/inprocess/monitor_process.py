@@ -55,7 +55,6 @@ class Unplaced(Struct, frozen=True, kw_only=True):
     call: str
     initial_rank: int
     world_size: int
-    """Ranks of the whole call, as it began."""
     replacement: ReplacementProcess | None = None
     """Set where it comes in a dead process' place; else it waits for the first iteration."""
 
@@ -150,7 +149,6 @@ def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoR
 
 
 def _detach(keep: tuple[int, ...], logfile: str | None) -> None:
-    """Make a session, set default signals, and close the rank's descriptors."""
     os.setsid()
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
@@ -219,7 +217,6 @@ class _Monitor:
                 self._store.record_interrupted(own_end)
 
     def _watch(self) -> Interruption | None:
-        """Wait until the rank ends its call (None) or is dead (its cause)."""
         next_look, reader = time.monotonic(), self._reader
         while True:
             ready = wait_readable([self._pidfd, reader], max(0.0, next_look - time.monotonic()))
@@ -239,7 +236,6 @@ class _Monitor:
                     return Interruption.HARD_TIMEOUT
 
     def _read_messages(self) -> bool:
-        """Read the rank's messages; returns whether more can come."""
         raw = os.read(self._reader, 65536)
         *lines, self._unread = (self._unread + raw).split(b"\n")
         for line in lines:
@@ -314,7 +310,6 @@ class _Monitor:
             signal.pidfd_send_signal(self._pidfd, signum)
 
     def _do_dead_ranks_part(self, cause: Interruption) -> None:
-        """Do it in the rank's iteration, and in the next one where it had got past this one's end."""
         # Its last message may still be in the pipe.
         while wait_readable([self._reader], 0) and self._read_messages():
             pass
@@ -335,7 +330,6 @@ class _Monitor:
         self._base.record_base_terminated_rank(place.initial_rank)
 
     def _serve_the_others(self) -> None:
-        """Keep the store's server until no rank needs it, or no rank is left."""
         base = self._open_base()
         ages: Staleness[str] = Staleness()
         patience = self._barrier_timeout + self._heartbeat_timeout

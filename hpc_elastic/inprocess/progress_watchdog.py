@@ -83,7 +83,6 @@ class _BytecodeProbe:
         self._count = 0
 
     def look(self) -> int:
-        """How often the main thread was seen so far; asks it once more."""
         with self._lock:
             if self._is_waiting and self._take(self._semaphore) == 0:
                 self._is_waiting = False

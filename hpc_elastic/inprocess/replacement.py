@@ -32,7 +32,6 @@ DECIDED, FINISHED, PULSE = "decided", "finished", "pulse"
 class JoinRequest(Struct, frozen=True, kw_only=True):
     uid: str
     initial_rank: int
-    """Initial rank of the process that this one was started for."""
 
 
 class Admission(Struct, frozen=True, kw_only=True):
@@ -172,7 +171,6 @@ class AgentLink(Struct, frozen=True, kw_only=True):
     """The connection to a node's agent. Under torchrun or srun there is no agent, and every field has its default."""
 
     reports: str = ""
-    """The agent's named pipe."""
     wait: float | None = None
     """Seconds for a fresh process to come in a dead one's place; None: the agent starts none."""
     replaces: int = 0

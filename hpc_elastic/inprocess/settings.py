@@ -37,7 +37,6 @@ GIVEN: Mapping[str, Sequence[str]] = {
     "rank_assignment": ("state", "terminated_ranks"),
     "rank_filter": ("state",),
 }
-"""The arguments of each hook."""
 
 
 def check(wrapper: Struct) -> None:

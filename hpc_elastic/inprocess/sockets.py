@@ -223,7 +223,6 @@ def _store_port(store: Any) -> int | None:
 
 
 def _ports_in_main_thread() -> set[int]:
-    """Ports of the stores in the local variables of the main thread's functions."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = set()
     while frame is not None:

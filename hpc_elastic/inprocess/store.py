@@ -269,7 +269,6 @@ def _arrived(store: Any, name: str) -> set[int]:
 
 
 def _release(store: Any, name: str, count: int) -> None:
-    """Let all ranks continue, if all are here."""
     arrived = _arrived(store, name)
     if name == store.ITERATION_BARRIER and len(arrived) < count:
         gone = set(store.items("gone"))

@@ -71,7 +71,6 @@ class LogFile:
         self._makes_empty = makes_empty
         self._recent = RecentTimes()
         self._total = 0
-        """Bytes that were put into it, its notes on losses included."""
         self._pieces: list[int] | None = None
         self._fd = -1
         self._at = 0
@@ -158,10 +157,8 @@ class LogFile:
         return end if end > done else len(data)
 
     def _rotate(self, limit: PieceLimit, now: float) -> None:
-        """Make the piece that is being written a full one, begin the next, and remove what is too many.
-
-        What can't be renamed is written on: rather too large a file than a loss.
-        """
+        """Begin the next piece, and remove what is too many. What can't be renamed is written on: rather too large than
+        lost."""
         try:
             if self._pieces is None:
                 self._pieces = find_pieces(self.path)
@@ -238,10 +235,7 @@ def _cost(item: bytes | int | None) -> int:
 
 
 class HoldBudget:
-    """How long workers that print may still be held up by a disk. Pure.
-
-    `PATIENCE_S` at first; each second of it that is used up comes back with a MiB that the disk takes.
-    """
+    """`PATIENCE_S` at first; each second of it that is used up comes back with a MiB that the disk takes. Pure."""
 
     def __init__(self, *, now: float) -> None:
         self._left = PATIENCE_S
@@ -249,10 +243,7 @@ class HoldBudget:
         self._written = 0
 
     def may_hold(self, *, now: float, written: int, holding: bool) -> bool:
-        """Decide whether workers may be held up, or go on being so.
-
-        `written`: bytes that the disk has taken so far; `holding`: whether a writer was held up since the last call.
-        """
+        """`written`: bytes that the disk has taken; `holding`: whether a writer was held up since the last call."""
         self._left += (written - self._written) / SLOWEST_DISK
         if holding:
             self._left -= now - self._at

@@ -61,7 +61,6 @@ class OutputReader:
         self._number: int | None = at.piece if at is not None else None
         self._offset = at.offset if at is not None else 0
         self._inode: int | None = None
-        """The piece's, while it is the one that is being written."""
         self._begun = bytearray()
         self._begun_at = Place(0, 0)
         self._gap = False
@@ -124,7 +123,6 @@ class OutputReader:
         return gap
 
     def _pread(self) -> tuple[bytes, bool]:
-        """The next bytes, and whether their piece is the one that is being written."""
         fd, is_last = self._open()
         try:
             data = os.pread(fd, self._chunk, self._offset)
@@ -136,7 +134,6 @@ class OutputReader:
             os.close(fd)
 
     def _open(self) -> tuple[int, bool]:
-        """Raises OSError where the piece can't be opened, or is not there (yet)."""
         if self._number is None:
             numbers = _pieces(self.path)
             self._number = numbers[0] if numbers else 0

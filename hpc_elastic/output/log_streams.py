@@ -103,7 +103,6 @@ class StreamMarks(Struct):
     _pieces: dict[int, tuple[array[int], array[int]]] = field(default_factory=dict)
     _newest: int = -1
     _ends: tuple[array[int], array[int]] = field(default_factory=lambda: (array("q"), array("q")))
-    """Each piece's last known byte."""
     _latest: int = 0
     first_us: int | None = None
 
@@ -151,7 +150,6 @@ class StreamMarks(Struct):
 class RoundMarks(Struct, frozen=True, kw_only=True):
     streams: Mapping[tuple[int, int], StreamMarks]
     nodes: Mapping[int, int]
-    """Rank → its node, where something was printed."""
 
     def of(self, rank: int, stream: int) -> StreamMarks:
         return self.streams.get((rank, stream)) or StreamMarks()

@@ -83,10 +83,7 @@ MOST_RECENT = 1024
 
 
 class RecentTimes:
-    """When the parts of one stream were printed, in memory: the end of it, where failures are, to 10 ms.
-
-    Two threads may use it, one that notes and one that asks.
-    """
+    """The end of one stream, where failures are, to 10 ms, in memory. Two threads may use it."""
 
     __slots__ = ("_marks",)
 

@@ -129,7 +129,6 @@ class LossBook:
         )
 
     def _forget(self) -> None:
-        """Let go of the accounts that have ended and lack nothing that was not reported. Called with the lock."""
         for account in [account for account in self._accounts if account.has_ended]:
             if not account.lost and account.dropped == account.reported:
                 self._accounts.discard(account)

@@ -96,8 +96,6 @@ class HeldEnd(Struct):
 
 
 class _Duplicate:
-    """The shown lines of one stream that have one of some texts, in a file of their own."""
-
     def __init__(self, path: Path, texts: Sequence[str], prefix: str, limit: PieceLimit | None) -> None:
         self.file = LogFile(path, on_end=lambda: None, on_loss=lambda count, why: None, limit=limit)
         self._texts = [text.encode() for text in texts]
@@ -316,7 +314,6 @@ class LogPump:
         return min(due) if due else None
 
     def _move(self, stream: _Stream) -> bool:
-        """One read of one stream. Returns whether the pipe fills so fast that it must be looked at again at once."""
         has_room = self.files.has_room(stream.file)
         if not has_room and self._may_hold():
             # Not merely masked: epoll reports a hang-up always.
@@ -366,7 +363,6 @@ class LogPump:
             stream.partial_since = now if stream.splitter.has_partial else None
 
     def _show(self, stream: _Stream, lines: bytes) -> None:
-        """Write to the job log, and let a burst pass: wait a little for room, but on the whole for next to nothing."""
         source = stream.source
         if not lines or source is None:
             return
@@ -389,7 +385,6 @@ class LogPump:
             self._patience -= self._clock.monotonic() - began
 
     def _hold(self, stream: _Stream, source: JobLogSource, lines: bytes) -> bytes:
-        """Hold what may be a worker's last words. Returns the lines that are shown at once."""
         if stream.held is not None and stream.held.text:
             if shown := stream.held.add(lines):
                 stream.held = None

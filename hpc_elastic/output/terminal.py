@@ -23,7 +23,6 @@ _OPEN_COLOUR = re.compile(rb"(\x1b\[(?!0*m)[0-9;:]*m[^\x1b\n]*)\n")
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
 _NOISE = bytes([*range(8), *range(11, 13), *range(14, 27), *range(28, 32), 127])
 _STEERING = (b"\x1b", b"\b", b"\a", b"\x0e")
-"""The text needs a closer look."""
 _LONGEST_HELD = 256
 _SLICE = 16 << 10
 
@@ -246,7 +245,6 @@ class LineSplitter:
         self._tail = b""
         self._screen: Screen | None = None
         self._is_drawn = False
-        """The line that has begun was written over by a carriage return."""
         self._is_shown = False
 
     @property
@@ -315,7 +313,6 @@ class LineSplitter:
 
 
 def _as_a_terminal(text: bytes) -> tuple[bytes, bytes]:
-    """Whole lines and the rest of `text`, without what a carriage return led back to and wrote over."""
     *ended, rest = text.split(b"\n")
     whole = b"".join(_last_drawn(line.rstrip(b"\r")) + b"\n" for line in ended)
     # Carriage returns at the very end stay: a line feed may follow.

@@ -113,6 +113,5 @@ class PendingNotifications:
 
 
 def _number(key: str) -> int:
-    """Number of a record; 0 for any other key."""
     folder, _, name = key.rpartition("/")
     return int(name) if folder == _LOG and name.isdecimal() and len(name) < 20 else 0

@@ -105,11 +105,8 @@ class ClaimScanner:
         self._names.clear()
 
     def learn(self, keys: Collection[str], *, now: float, most_age: float) -> None:
-        """Read the claims that were announced, where their folders were listed less than `most_age` seconds ago.
-
-        Claims never change or go while their round is looked at: with a listing, those are a newer listing, which may
-        lack claims whose announcement was lost.
-        """
+        """Read the claims that were announced, where their folders were listed less than `most_age` seconds ago. Claims
+        never change while their round is looked at: a listing with those is a newer one, but for lost announcements."""
         folders: dict[str, set[str]] = {}
         for key in keys:
             folder, _, name = key.rpartition("/")

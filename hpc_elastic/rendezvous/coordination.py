@@ -137,11 +137,8 @@ class Coordination:
         beat_interval: float = 1.0,
         lease: Lease | None = None,
     ) -> None:
-        """`make_participant` is called in the thread with this object, which is the participant's listener.
-
-        `longest_backoff`: seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
-        which may well work on a full disk and must not be missed for it. `lease`: an agent's, renewed here.
-        """
+        """`make_participant` is called in the thread, with its listener. `longest_backoff`: seconds between two tries
+        on a filesystem that refuses: no more than between two heartbeats, which may well work on a full disk."""
         self._make_participant = make_participant
         self._notifier = notifier
         self._clock = clock
@@ -277,11 +274,8 @@ class Coordination:
         return refusal.to_event(now, over=False)
 
     def _wait(self, seconds: float, participant: Participant | None) -> bool:
-        """Wait for the agent, a notification, or the time. Returns whether a notification came.
-
-        A beat ends no wait, unless it announces a newer record; nor does what is no valid datagram. But a long wait
-        that is nearly over ends with a beat, and is a little longer where none comes: one waking in place of two.
-        """
+        """Returns whether a notification came. A beat ends no wait, unless it announces a newer record. But a long wait
+        that is nearly over ends with a beat, and is a little longer where none comes: one waking in place of two."""
         slack = 0.1 * seconds if seconds >= 0.5 and self._notifier is not None else 0.0
         deadline = self._clock.monotonic() + seconds + slack
         watched: list[Any] = [self._wake]
@@ -306,7 +300,6 @@ class Coordination:
         return False
 
     def _hear(self, participant: Participant | None) -> bool:
-        """Take in the datagrams. Returns whether they are a reason to look at the files."""
         if self._notifier is None:
             return False
         heard = self._notifier.drain()

@@ -83,10 +83,8 @@ def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restar
 
 
 def _with_the_dead(view: ClusterView, proposal: Proposal) -> Proposal:
-    """The closing record with all dead nodes as lost, so that no process waits until their agents deregister.
-
-    A spare that is dead counts as lost only here: once lost it would not be asked any more, and not count as dead.
-    """
+    """All dead nodes count as lost, so that no process waits until their agents deregister; a spare only here: once
+    lost it would not be asked any more, and not count as dead."""
     known = {**{uid: info.node for uid, info in view.joined.items()}, **{m.uid: m.node for m in view.record.members}}
     here = {node for uid, node in known.items() if uid not in view.dead}
     dead = {uid: node for uid, node in known.items() if uid in view.dead and node not in here}
@@ -99,11 +97,8 @@ def _with_the_dead(view: ClusterView, proposal: Proposal) -> Proposal:
 
 
 def _suspects(view: ClusterView, *, lost: Sequence[int]) -> tuple[str, ...]:
-    """The nodes to ask whether they live.
-
-    One that does not answer stays a suspect until a record says that it is lost: not asked any more, it would not count
-    as dead any more either.
-    """
+    """One that does not answer stays a suspect until a record says that it is lost: not asked any more, it would not
+    count as dead any more either."""
     members = {m.uid for m in view.record.members if m.node not in lost}
     joined = {uid for uid in view.joined if uid not in view.dead or node_of(uid) not in lost}
     asked = (set(view.record.suspects) | view.silent | view.stale.keys()) - view.answered
@@ -297,7 +292,6 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
 
 
 def _under_notice(view: ClusterView, notice: RunNotice, settings: RendezvousSettings) -> Proposal | None:
-    """No round begins any more: workers that run may save, and then the attempt is over."""
     record = view.record
     if record.status is not Status.FINAL:
         return propose_close(record, Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
@@ -386,7 +380,6 @@ def _name(node: int, view: ClusterView) -> str:
 
 
 def _left(view: ClusterView) -> dict[int, str]:
-    """Nodes that have left, and why, without those from which a new agent has come."""
     here = {info.node for uid, info in view.joined.items() if uid not in view.leaving}
     return {node_of(uid): why for uid, why in view.leaving.items() if node_of(uid) not in here}
 

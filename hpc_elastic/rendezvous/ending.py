@@ -99,11 +99,8 @@ class Ending:
         return None if self._turn is None else 0.05 * intervals.ending
 
     def begin(self, turn: int, *, confirmed: bool) -> None:
-        """Have an agent find out, in the steps to come, who finishes the attempt.
-
-        `turn` is its place in the order in which agents step in; not `confirmed`: Slurm would not be asked first, and
-        this last resort waits longer.
-        """
+        """Have an agent find out, in the steps to come, who finishes the attempt. `turn`: its place in the order. Not
+        `confirmed`: Slurm would not be asked first, and this last resort waits longer."""
         self._turn = turn
         self._patience = END_PATIENCE if confirmed else END_UNCONFIRMED
         self._see_closed()
@@ -189,10 +186,7 @@ def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:
 
 
 def close_if_last(store: Store, run_id: str) -> None:
-    """Close where all that take part, or wait, have said goodbye.
-
-    Each node says its own goodbye before it looks, so at least the last one sees all.
-    """
+    """Each node says its own goodbye before it looks, so at least the last one sees all."""
     record = RoundLog(store, run_id).latest()
     if record is None or record.status is Status.CLOSED:
         return

@@ -61,8 +61,6 @@ class HeartbeatAges(Staleness[str]):
 
 
 class _Peer(Struct):
-    """One node's signs, but for its heartbeat. Times are of the participant's clock."""
-
     heard_at: float | None = None
     """When its last packet came; None: its silence means nothing."""
     hears_us: bool = False

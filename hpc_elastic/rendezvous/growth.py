@@ -41,11 +41,8 @@ class Growth(Struct, frozen=True, kw_only=True):
 
 
 def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, answer: float) -> Growth:
-    """Decide whether a new round begins so that nodes that wait come in. Spares come in only for a lost node.
-
-    CHECKPOINT waits for none any more after `patience` seconds without one. Members, asked by the record that says that
-    nodes wait, have reported the checkpoints that they completed before after `answer` seconds.
-    """
+    """Spares come in only for a lost node. CHECKPOINT waits for none any more after `patience` seconds without one;
+    after `answer` seconds members have reported the checkpoints that they had completed before nodes waited."""
     several = facts.newcomers + facts.spares > 1
     waits, as_a_spare = ("wait", "wait as spares") if several else ("waits", "waits as a spare")
     if facts.newcomers + facts.spares == 0 or facts.free <= 0:
@@ -115,7 +112,6 @@ class GrowthSigns:
 
 
 def _words(claims: Claims, kind: ClaimKind) -> list[tuple[str, str, str]]:
-    """(uid, serial, kind as listed) of every claim of this kind."""
     found = []
     for name, uids in claims.items():
         word, dot, serial = name.partition(".")

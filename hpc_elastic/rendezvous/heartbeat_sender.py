@@ -158,10 +158,8 @@ class HeartbeatSender:
             raise
 
     def answer_if_asked(self, record: RoundRecord | None, now: float) -> bool:
-        """Show by the files that this node lives, where a record asks. Returns whether its author is to be notified.
-
-        A supervisor that supersedes this attempt asks all of its nodes: it waits for those that answer.
-        """
+        """Returns whether the record's author is to be notified. A supervisor that supersedes this attempt asks all
+        nodes: it waits for those that answer."""
         if record is None or record.number <= self._answered_number:
             return False
         if self._uid not in record.suspects and record.outcome is not Outcome.SUPERSEDED:

@@ -28,10 +28,7 @@ OVER = -1
 
 
 def is_round_over(record: RoundRecord, *, round_index: int, uid: str, node: int, was_silent: bool) -> bool:
-    """Decide whether others may train in place of the workers of `round_index` on this node. Pure.
-
-    `was_silent`: This agent was silent for so long that the next attempt may not have waited for it.
-    """
+    """Others may train in place of the workers. `was_silent`: for so long that the next attempt may not have waited."""
     if record.status is Status.CLOSED:
         return was_silent
     if record.round == round_index:

@@ -54,7 +54,6 @@ class WhoIsHere(Struct, frozen=True, kw_only=True):
 
 
 def _go_on(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
-    """The agents themselves decide here how often to restart."""
     return RestartDecision(go_on=True, restarts_used=record.restarts_used, reason="", memory=record.memory)
 
 
@@ -220,7 +219,6 @@ class Membership:
 
 
 def _claim_place(store: FileStore, wanted: int | None) -> int:
-    """A node index that nobody in this epoch has or had: `wanted` where it is free, else the next one."""
     mine = os.urandom(8).hex()
     while True:
         taken = {int(name) for name in store.list("place") if name.isdecimal()}

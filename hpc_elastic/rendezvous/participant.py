@@ -234,7 +234,6 @@ class Participant:
         return max(0.0, min(wait, due - now))
 
     def _invalidate_what_is_hidden(self, *, surveyed: bool) -> bool:
-        """Returns whether to look again at once."""
         if self._leads() and not surveyed:
             return False
         hidden = self._notifications.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
@@ -244,7 +243,6 @@ class Participant:
         return bool(hidden)
 
     def _announce(self, now: float) -> bool:
-        """Write this node's entry, before anything else. Returns whether to look at the log now."""
         self._peers.announce()
         later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
         if later:  # of many nodes that start together: the notification that the first round is frozen says all
@@ -322,7 +320,6 @@ class Participant:
         self._listener.on_record(record)
 
     def _report_links(self, record: RoundRecord | None) -> None:
-        """Report, as coordinator, the nodes whose packets did not come through though they lived."""
         if record is None:
             return
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
@@ -359,14 +356,12 @@ class Participant:
         return claimed
 
     def _commit_requests_to_all(self) -> bool:
-        """Close the run, or record a notice or a signal: any may. Returns whether it did, or was too late."""
         if self.record is None or not self.to_all:
             return False
         noticed_for = self._clock.monotonic() - self._scanner.noticed_at
         return self._commit(self.to_all.next(self.record, noticed_for=noticed_for))
 
     def _coordinate(self, *, looked: bool, survey: bool) -> bool:
-        """Commit what is to be committed. Returns whether something was, or was lost to another."""
         record = self.record
         if self.observes:
             if record is not None and record.status is Status.CLOSED and looked:

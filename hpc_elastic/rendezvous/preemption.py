@@ -62,10 +62,7 @@ def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
 
 
 def agreed_step(statuses: Collection[PreemptionStatus], *, spread: float) -> int:
-    """The step after which all save: one that no worker has passed by the time that it hears of it.
-
-    `spread`: seconds from the members' `statuses` until every worker has read the step.
-    """
+    """One that no worker has passed by the time that it hears of it, `spread` seconds after the members' `statuses`."""
     known = [status for status in statuses if status.step >= 0]
     if not known:
         return NO_STEP

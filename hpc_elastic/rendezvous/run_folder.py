@@ -43,10 +43,7 @@ _STORE_FOLDERS = ("node", "hb", "bye", "gone", "place", "end", "round", "kv", "e
 
 
 def why_remove(*, closed: bool, followers: int, unchanged: float) -> str | None:
-    """The reason to remove an earlier epoch, or None where it has to stay.
-
-    `unchanged`: seconds for which neither its log nor any heartbeat in it has changed, on the observer's clock.
-    """
+    """None: it has to stay. `unchanged`: seconds for which neither its log nor any heartbeat in it has changed."""
     if followers < 1:
         return None
     if closed and unchanged >= CLOSED_SECONDS:
@@ -57,10 +54,8 @@ def why_remove(*, closed: bool, followers: int, unchanged: float) -> str | None:
 
 
 def remove_epoch(path: str, *, clock: Clock, stop: threading.Event) -> bool:
-    """Remove a store's folder with what this program makes in one, some files a second. Returns whether all is gone.
-
-    What is not ours, ``.nfsXXXX`` (a file that a process has open) and so the folders that hold them stay.
-    """
+    """Returns whether all is gone. What is not ours, ``.nfsXXXX`` (a file that a process has open) and so the folders
+    that hold them stay."""
     try:
         info = os.lstat(path)
     except OSError as error:
@@ -133,10 +128,7 @@ class RunFolder:
         return "/".join(part for part in (self._prefix, safe_name(self._config.run_id), f"{_EPOCH}{epoch:06d}") if part)
 
     def current_epoch(self) -> int:
-        """The epoch that a newcomer belongs to: the newest.
-
-        A closed one stays closed for nodes that are late. Only another job, or one that asks for it, begins the next.
-        """
+        """The newest. A closed one stays closed for late nodes: another job, or a node that asks, begins the next."""
         newest = max(self.epochs(), default=0)
         if newest == 0:
             return 1

@@ -103,7 +103,6 @@ class Succession:
         return None
 
     def _has_left(self, leader: str, now: float, turn: float, *, looked: bool, announced: bool) -> bool:
-        """Return whether it has said goodbye, and this node's turn has come."""
         late = self._detector.unchanged(leader) > 1.5 * self._settings.heartbeat_interval
         suspicious = self._detector.is_silent(leader) or (late and not self._detector.hears(leader))
         worth_a_look = self._left[0] != leader and (announced or (looked and suspicious))

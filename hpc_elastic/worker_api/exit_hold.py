@@ -54,7 +54,6 @@ class ExitHold:
             return
 
     def _is_over(self, rank: int) -> bool:
-        """False for a worker that has yet to start."""
         state = os.pread(self._fd, 1, rank)
         if state != _STARTED:
             return state == _RETURNED

@@ -287,7 +287,6 @@ class _Reporter:
         return self._step if is_known else NO_STEP
 
     def forget_steps(self) -> None:
-        """The script begins to report its progress itself: the steps so far were counted."""
         self.is_counted = False
         self._step = self._first_step = self._furthest = NO_STEP
         self._first_ns = self._stepped_ns = 0

@@ -76,7 +76,6 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     pid: int
     section: str
     intervals: int
-    """How many times between two heartbeats in section ``step`` were measured."""
     longest_ns: int
     checkpoints: int = 0
     saved_ns: int = 0
@@ -86,7 +85,6 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     """The first step that it reported, and `first_ns`, when."""
     first_ns: int = 0
     stepped_ns: int = 0
-    """When it reported a step last."""
     checkpoint_ns: int = 0
     redone_ns: int = 0
     """Time at steps no further than one that it had reported before: they were done again."""

@@ -13,7 +13,6 @@ import sys
 import time
 
 VARIABLE = "HPC_ELASTIC_JOURNAL"
-"""The folder of the journals, which is there."""
 _MOST_BYTES = 1 << 20
 _PLACE = {
     "attempt": "HPC_ELASTIC_ATTEMPT",

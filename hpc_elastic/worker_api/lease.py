@@ -49,7 +49,6 @@ def await_lease(is_valid: Callable[[], bool], what: str = "progress") -> None:
 
 
 def _ask_agent() -> bool:
-    """Returns whether there is an agent: no other process reads its pipe."""
     pipe = os.path.join(os.path.dirname(os.environ[VARIABLE]), QUESTIONS)
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -106,7 +105,6 @@ def _sync(path: str) -> None:
 
 
 def _await_look(page: str, what: str) -> None:
-    """Wait for a look at the newest record that began after this call. `RoundOverError`: the round is over."""
     global _page
     try:
         # Never closed: that would give back the lock by which this process reports for its worker.

@@ -57,16 +57,12 @@ _REPARENT_S = 0.0005
 
 
 class _Recorder:
-    """First in a worker's ``sys.meta_path``: notes the names of the modules that are looked for, in shared memory.
-
-    It is asked once for each module that is not loaded yet, and finds none.
-    """
+    """First in a worker's ``sys.meta_path``, it notes the names that are looked for in shared memory."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._pid, self._end = memory, os.getpid(), 4
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Note `name`; a process that the worker forks notes nothing."""
         line = name.encode("utf-8", "replace") + b"\n"
         if os.getpid() == self._pid and self._end + len(line) <= _NAMES_BYTES:
             self._memory[self._end : self._end + len(line)] = line
@@ -99,7 +95,6 @@ def main(config: dict[str, Any]) -> bool:
 
 
 def _execute(config: dict[str, Any]) -> NoReturn:
-    """Become the second stage: the interpreter that this is, with the flags that a wrapper may have added."""
     given = list(getattr(sys, "orig_argv", [config["argv"][0], "-u", "-c", "pass"]))
     if given[-3:] != ["-u", "-c", "pass"]:
         print(f"fork server: started as {given}", file=sys.stderr)
@@ -296,7 +291,6 @@ class PreloadServer:
             sys.meta_path.insert(0, _Recorder(self._memory))
 
     def _import_next(self, name: str) -> bool:
-        """Import one module, and look what it did. Returns False where the server is to be started anew without it."""
         if name in sys.modules:
             return True
         self._is_announced = False
@@ -332,7 +326,6 @@ class PreloadServer:
                 sys.path.remove(self._config["folder"])
 
     def _settle(self) -> None:
-        """All is imported: note the files' state, and have workers share the pages."""
         self._files = {path: _state_of(path) for path in _files_to_watch(self._imported)}
         gc.collect()
         gc.freeze()
@@ -348,7 +341,6 @@ class PreloadServer:
         )
 
     def _learn(self) -> None:
-        """Take in what the worker has imported, once it has imported nothing for one look."""
         assert self._memory is not None
         (end,) = struct.unpack("=I", self._memory[:4])
         is_quiet, self._noted = end == self._noted, end
@@ -410,10 +402,8 @@ def _is_installed(path: str) -> bool:
 
 
 def _begin() -> None:
-    """Run as a part of an interpreter's start, which goes on after any exception: with the script, too.
-
-    Raises ImportError in a worker that has no sitecustomize: `site` passes over it, and no module is left.
-    """
+    """Runs in an interpreter's start, which goes on after any exception: with the script, too. Raises ImportError in a
+    worker that has no sitecustomize: `site` passes over it, and no module is left."""
     try:
         has_own = main(json.loads(os.environ[CONFIG]))
     except BaseException:

@@ -60,10 +60,7 @@ class Guardian:
         self._control_fd = control_fd
 
     def release(self, *, timeout: float = 1.0) -> bool:
-        """Have it leave, with nothing ended and nothing removed, and wait for it (`timeout` in seconds).
-
-        False: it has not gone yet, and still will.
-        """
+        """Have it leave, with nothing ended and nothing removed. False: it has not gone in time, and still will."""
         if self._control_fd >= 0:
             with contextlib.suppress(OSError):  # it is gone: it was killed
                 os.write(self._control_fd, _LEAVE)
@@ -164,7 +161,6 @@ def _agent_died(
     still_takes_part: Callable[[], bool],
     children: ChildSnapshot,
 ) -> bool:
-    """Wait until the agent dies (True) or lets the guardian leave (False); end the workers of a stopped one."""
     clock = SystemClock()
     pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
     watch = StoppedWatch(limit=stopped_limit or float("inf"), longest_gap=2 * pause + 0.5)
@@ -404,11 +400,8 @@ class StoppedWatch:
     """Sees that an agent stays stopped: the others go on, and its workers must not run beside theirs. Pure."""
 
     def __init__(self, *, limit: float, longest_gap: float) -> None:
-        """`limit`: seconds for which it has to be seen stopped.
-
-        Where more than `longest_gap` has passed between two looks, the guardian was stopped itself (the whole job was
-        suspended), and that time does not count.
-        """
+        """`limit`: seconds. After more than `longest_gap` between two looks the guardian was stopped itself (the whole
+        job was suspended): that time does not count."""
         self._limit = limit
         self._is_stopped = Staleness[str](longest_gap=longest_gap)
 

@@ -196,7 +196,7 @@ def not_ignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 @contextmanager
 def signals_unblocked() -> Iterator[None]:
-    """For a program to start: `SignalQueue` blocks signals, which the program would inherit."""
+    """A program that is started within inherits no signal that `SignalQueue` blocks."""
     mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         yield
@@ -272,7 +272,6 @@ class SignalQueue:
         signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
     def _read_senders(self) -> None:
-        """Move what the signalfd has into the socket."""
         while self._signalfd >= 0:
             try:
                 number, _, code, pid, uid, value = _SIGNALFD.unpack(os.read(self._signalfd, _SIGNALFD.size))
@@ -369,10 +368,8 @@ def _memory_cgroup(pid: int | str, proc: str) -> tuple[str, str, bool] | None:
 
 
 def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tuple[str, str] | None:
-    """The folder of the cgroup `path`, and its mount point: mountinfo's fields 4 (root) and 5, proc(5).
-
-    Of several mounts the last one that has the path counts: it lies over the others.
-    """
+    """The folder of the cgroup `path`, and its mount point: mountinfo's fields 4 (root) and 5, proc(5). Of several
+    mounts the last one that has the path counts: it lies over the others."""
     found = guessed = None
     for line in mounts.splitlines():
         left, separator, right = line.partition(" - ")

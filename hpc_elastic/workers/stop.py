@@ -156,7 +156,6 @@ class GroupStopper:
                 self._state.groups.add(worker.pid)
 
     def _hold(self, root: Proc, left: Sequence[Proc], speaker: int) -> bool:
-        """SIGTERM for a worker's rank alone, where its process is known."""
         first = find_rank_processes(root, tree.subtree({proc.pid: proc for proc in left}, (root.pid,)), speaker=speaker)
         for proc in first:
             tree.kill_safely(proc, signal.SIGTERM)
@@ -167,7 +166,6 @@ class GroupStopper:
         return bool(first)
 
     def _release(self, now: float) -> None:
-        """SIGTERM for what ranks have started that have ended, or that have little time left."""
         for root, first in list(self._state.held.items()):
             if now >= self._release_at or not any(map(tree.lives, first)):
                 del self._state.held[root]  # each that is left is a stray from now on
@@ -244,7 +242,6 @@ class GroupStopper:
         return [proc for proc in below if not proc.is_dead and proc.sid != self._own_session]
 
     def _signal_strays(self, left: Sequence[Proc]) -> None:
-        """SIGTERM for processes that left the workers' process groups, once for each; SIGKILL for old ones."""
         held, is_late = set(self._state.held), self._clock.monotonic() >= self._state.began + ORPHAN_SECONDS
         for proc in left:
             if proc.pid in held or proc.ppid in held:
@@ -269,7 +266,6 @@ class GroupStopper:
             orphans[proc.pid] = f"{proc.name} (pid {proc.pid})"
 
     def _signal_inside(self, left: Sequence[Proc], inside: Inside) -> None:
-        """SIGTERM for what is inside a container, as on the host: for all of the script's group, then for strays."""
         found = inside.find(left)
         own = [proc for proc in left if proc.pid in found]
         for root in (proc for proc in own if proc.ppid not in found):
@@ -305,10 +301,8 @@ class GroupStopper:
             self._signal_orphans(number)
 
     def _signal_orphans(self, number: signal.Signals) -> None:
-        """SIGKILL what was forked after the look above: a process may fork and end a thousand times a second.
-
-        Such orphans are the agent's children, for which only the agent waits: their pids can't be reused meanwhile.
-        """
+        """SIGKILL what was forked after the look above. Such orphans are the agent's children, for which only the agent
+        waits: their pids can't be reused meanwhile."""
         known: set[int] = set()
         for _ in range(_ORPHAN_LOOKS):
             new = set(tree.main_children(os.getpid()) or ()) - known - self._excluding

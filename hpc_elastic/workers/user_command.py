@@ -128,7 +128,6 @@ class UserCommand:
         )
 
     def _end_all(self) -> None:
-        """End all of this job that carries its token; what sits in D state is left after a while."""
         deadline = time.monotonic() + END_SECONDS
         self.kill()
         while time.monotonic() < deadline:
@@ -143,7 +142,6 @@ class UserCommand:
             time.sleep(_LOOK_SECONDS / 5)
 
     def _read_some(self, kept: Mapping[int, bytearray], open_fds: set[int], pidfd: int | None, seconds: float) -> None:
-        """Wait for output or the end, and read what is there; of endless output the end is kept."""
         for fd in open_fds & wait_readable([*open_fds, -1 if pidfd is None else pidfd], seconds):
             try:
                 data = os.read(fd, _PIPE)
