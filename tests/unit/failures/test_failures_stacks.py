@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.round_events import log_stacks
+from hpc_elastic.agent.rounds import log_stacks
 from hpc_elastic.failures.stacks import (
     RankStacks,
     describe_stack,
