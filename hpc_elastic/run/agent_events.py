@@ -36,13 +36,13 @@ class UserCommandEnded(AgentEvent, frozen=True, kw_only=True):
     """negative: a signal"""
     seconds: Seconds = 0.0
     output: tuple[str, ...] = ()
-    """the last lines that it printed, where it has failed"""
+    """the last lines that it printed, if it has failed"""
     log: str = ""
     """the file that has the end of what it printed"""
     set: tuple[str, ...] = ()
-    """names of the variables that `--setup` has set"""
+    """variables that `--setup` has set"""
     unset: tuple[str, ...] = ()
-    """and of those that it has removed"""
+    """variables that it has removed"""
 
 
 class RoundFinal(AgentEvent, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class RoundFinal(AgentEvent, frozen=True, kw_only=True):
 
 
 class HealthCheckFailed(AgentEvent, frozen=True, kw_only=True):
-    """The node takes itself out."""
+    """The node leaves the run."""
 
     round: int
     """the last one that this node was in"""
@@ -71,7 +71,7 @@ class HealthCheckFailed(AgentEvent, frozen=True, kw_only=True):
 
 
 class HealthWarning(AgentEvent, frozen=True, kw_only=True):
-    """The node is fit all the same; once for each check."""
+    """A check warns, and the node stays; once for each check."""
 
     check: str
     reason: str = ""
@@ -88,7 +88,7 @@ class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
     restart_seconds: float | None = None
     """from the old workers' stop until the new ones ran; null in a first round"""
     started_fresh: str = ""
-    """why some of them are no forks"""
+    """why some of them are not forks"""
     cpus: tuple[str, ...] = ()
     """with `--numa-binding`: the CPUs of each worker, by local rank"""
 
@@ -124,7 +124,7 @@ class PreloadLeftOut(AgentEvent, frozen=True, kw_only=True):
 
 
 class CheckpointChosen(AgentEvent, frozen=True, kw_only=True):
-    """What the workers of a round continue from; written by the node with group rank 0."""
+    """The checkpoint that the workers of a round continue from; by the node with group rank 0."""
 
     round: int
     step: int | None = None
@@ -208,7 +208,7 @@ class WorkerReplaced(AgentEvent, frozen=True, kw_only=True):
 
 
 class ReplacementRefused(AgentEvent, frozen=True, kw_only=True):
-    """The same policy, but all workers start again."""
+    """A failed worker is not replaced: all workers start again."""
 
     round: int
     rank: int
@@ -278,7 +278,7 @@ class HangSuspected(AgentEvent, frozen=True, kw_only=True):
     source: str = ""
     """``kernel``, or ``nccl``: by NCCL's RAS"""
     ranks: tuple[int, ...] = ()
-    """those that the others wait for, where that is known"""
+    """those that the others wait for, if they are known"""
     reason: str = ""
 
 
@@ -292,7 +292,7 @@ class SlowRankFound(AgentEvent, frozen=True, kw_only=True):
 
 
 class SlowRankEnded(AgentEvent, frozen=True, kw_only=True):
-    """They do not any more, or the round is over."""
+    """The ranks do not wait for it any more, or the round is over."""
 
     round: int
     slow: SlowRank
@@ -312,7 +312,7 @@ class RunSlowed(AgentEvent, frozen=True, kw_only=True):
 
 
 class RunSlowEnded(AgentEvent, frozen=True, kw_only=True):
-    """It is as fast as it was, or the round is over."""
+    """The run is as fast as before, or the round is over."""
 
     round: int
     pace: RunPace

@@ -62,18 +62,18 @@ class SpareLost(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class NodeMissing(CoordinatorEvent, frozen=True, kw_only=True):
-    """A node has not come, or not as a member."""
+    """A node is not a member of the round."""
 
     round: int
     """the one that begins without it, or that waited for it until the time limit"""
     node: int
     host: str = ""
-    """empty where it is unknown"""
+    """empty: unknown"""
     reason: str = ""
 
 
 class NodeReplaced(CoordinatorEvent, frozen=True, kw_only=True):
-    """A node takes the place of one that is no member any more."""
+    """A node takes the place of one that is not a member any more."""
 
     group_rank: int | None = None
     """the place"""
@@ -130,7 +130,7 @@ class SignalHeard(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class NoticeGiven(CoordinatorEvent, frozen=True, kw_only=True):
-    """The job is about to end. A second one: sooner than expected, with the step that was agreed on."""
+    """The job is about to end. A second event: sooner than expected, with the agreed step."""
 
     reason: str = ""
     """the agent that got it"""
@@ -148,7 +148,7 @@ class StepAgreed(CoordinatorEvent, frozen=True, kw_only=True):
     restarts_used: int | None = None
     seconds: float = 0.0
     step: int | None = None
-    """null where no worker reports its steps"""
+    """null if no worker reports its steps"""
 
 
 class RunClosed(CoordinatorEvent, frozen=True, kw_only=True, tag="closed"):

@@ -65,9 +65,8 @@ def heartbeat(
         section: What the worker is doing: a name for `--section-timeouts`. Without it: the innermost `section` that
             this thread is in, else ``step``. It holds until the next call.
         total: How many steps the training has: `hpc-elastic status` then shows the time to its end. Once is enough.
-        loss: Of the step: a number, which `hpc-elastic status` shows, or a tensor with one. `hpc-elastic rehearse`
-            compares it with that of an undisturbed run; a tensor is not even looked at anywhere else, so that a GPU is
-            not waited for.
+        loss: The step's loss: a number, which `hpc-elastic status` shows, or a tensor with one, which only `hpc-elastic
+            rehearse` reads (it may have to wait for a GPU).
 
     Raises:
         TypeError: `step` or `total` is no whole number, or `section` no text; in a rehearsal: `loss` can't be read as a
