@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import hpc_elastic
+from docs import python_page
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.cli import main as cli
 from hpc_elastic.options.config_files import read_settings
@@ -350,7 +351,7 @@ def test_a_wrapped_function_restarts(tmp_path: Path) -> None:
 
 
 def test_python_names_what_there_is(tmp_path: Path) -> None:
-    """In one process, since several of them import torch; the stores for torch really run there."""
+    """In one process, since it imports torch: the Python page, and programs, of which the stores for torch run."""
     code = [
         as_program(
             "rendezvous.md",
@@ -365,6 +366,13 @@ def test_python_names_what_there_is(tmp_path: Path) -> None:
         trees = [parsed(text) for name, text in python_blocks() if name == page]
         assert trees, f"{page} has no Python any more"
         code += _imports_and_names(trees)
+    # A module that stands for several of NVIDIA's is there once its package is.
+    code.append("import importlib, hpc_elastic.inprocess")
+    code += [
+        f"getattr(importlib.import_module({module!r}), {name!r})"
+        for module, _, name in (full.rpartition(".") for full in python_page.names())
+        if not module.startswith("hpc_elastic.integrations.")  # each imports its framework: tests/frameworks
+    ]
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(code)], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

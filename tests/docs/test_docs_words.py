@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,10 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
             yield getattr(node, "lineno", 0), text
 
 
-def all_texts() -> Iterator[tuple[str, str]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for line, text in texts_of(path):
-            yield f"{path.relative_to(ROOT)}:{line}", text
+@cache
+def all_texts() -> list[tuple[str, str]]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return [(f"{path.relative_to(ROOT)}:{line}", text) for path in files for line, text in texts_of(path)]
 
 
 def test_no_text_of_the_program_has_a_phrase_that_was_replaced() -> None:
