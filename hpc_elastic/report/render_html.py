@@ -36,7 +36,8 @@ from hpc_elastic.report.render_html_chart import (
     time_of_day,
 )
 from hpc_elastic.report.subject import Subject
-from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline
+from hpc_elastic.report.timeline import IMPORTANCE, Entry, build_timeline
+from hpc_elastic.report.timeline_attempt import PlacedAttempt
 from hpc_elastic.run.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -110,13 +111,13 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
     # What has its place in the page: the most important first, then the latest.
     entries = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))[:ENTRIES]
     shown = frozenset(entry.number for entry in entries)
-    chart = draw_chart(timeline, shown=shown, limits=limits)
+    chart = draw_chart(document.placed, timeline, shown=shown, limits=limits)
     failures: dict[tuple[int, int], list[Entry]] = {}
     for entry in sorted(entries, key=lambda e: (e.attempt, e.round, IMPORTANCE[e.kind], e.number)):
         failures.setdefault((entry.attempt, entry.round), []).append(entry)
     room = TextRoom()
     windows = [make_window(entry, room) for entry in entries]
-    notes = [*_clock_notes(timeline), *chart.left_out]
+    notes = [*_clock_notes(document.placed), *chart["left_out"]]
     if hidden := len(timeline.entries) - len(entries):
         notes.append(f"{hidden} of {len(timeline.entries)} kinds of failures are left out here; report.json has all.")
     if room.refused:
@@ -125,7 +126,7 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         "report/templates/page.html",
         title=f"{history.name} \u00b7 {history.run_id}",
         document=document,
-        **_head(document, zone=_zone(timeline.attempts[0].start_ns if timeline.attempts else None)),
+        **_head(document, zone=_zone(document.placed[0].start_ns if document.placed else None)),
         verdict=_verdict(document, opens=_entry_of(subject, entries)),
         goodput=_goodput(document),
         chart=chart,
@@ -253,14 +254,15 @@ def _round(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> 
     return {"size": entry.size, "how": _arrow(shorten("; ".join(how), 500))}
 
 
-def _clock_notes(timeline: Timeline) -> list[str]:
-    offsets = timeline.offsets
+def _clock_notes(parts: Sequence[PlacedAttempt]) -> list[str]:
+    offsets = {part.name(node): offset for part in parts for node, offset in part.offsets.items()}
     measured = [offset for offset in offsets.values() if offset.measured]
     notes = []
     if measured:
         bound = milliseconds_text(max(offset.bound_ns for offset in measured))
+        hosts = dict.fromkeys(p.attempt.clocks.host for p in parts if p.attempt.clocks.reference is not None)
         notes.append(
-            f"The hosts' clocks were compared by packets. The axis is by {' and '.join(timeline.clock_hosts)}'s clock, "
+            f"The hosts' clocks were compared by packets. The axis is by {' and '.join(hosts)}'s clock, "
             f"the others' to within {bound} of it; times in words are by each host's own."
         )
     else:
@@ -278,7 +280,7 @@ def _clock_notes(timeline: Timeline) -> list[str]:
         )
     if len(off) > _SHIFTED_HOSTS:
         notes.append(f"{len(off) - _SHIFTED_HOSTS} more hosts' rows are shifted in the same way.")
-    if len(timeline.attempts) > 1:
+    if len(parts) > 1:
         notes.append("Attempts are to scale; the waits between them are hatched and cut short, short attempts widened.")
     return notes
 

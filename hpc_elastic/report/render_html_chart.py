@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from msgspec import Struct, field
 
 from hpc_elastic.base.text import duration as _duration
 from hpc_elastic.base.text import plural, ranks_text, time_text
-from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline, make_axis
-from hpc_elastic.report.timeline_attempt import NodeState, Span
+from hpc_elastic.report.timeline import IMPORTANCE, Axis, Mark, MarkKind, Row, Timeline, make_axis
+from hpc_elastic.report.timeline_attempt import NodeState, PlacedAttempt, RoundTimes, Span
 from hpc_elastic.slurm.notation import HostlistError, compress
 
 ZOOMS = (1, 4, 16, 64)
@@ -66,61 +67,59 @@ class ChartLimits(Struct, frozen=True, kw_only=True):
     """Marks of one kind of rows that can be pressed; the others are drawn."""
 
 
-class Label(Struct, frozen=True, kw_only=True):
-    """An attempt (``b``), a round (``em``) or a time on the axis."""
-
-    tag: str
-    text: str
-    left: str
-    title: str = ""
-    look: str = ""
-
-
-class View(Struct, frozen=True, kw_only=True):
-    name: str
-    label: str
-    what: str
-    rows: Sequence[tuple[Row, int, Sequence[tuple[Mark, str, str]]]]
-    """Each with its picture's number, and with its marks that can be pressed: where, and what they say."""
-    is_many: bool
-
-
-class Chart(Struct, frozen=True, kw_only=True):
-    grid: int
-    pictures: Sequence[str]
-    views: Sequence[View]
-    chosen: str
-    corner: str
-    labels: Sequence[Label]
-    lines: Sequence[tuple[str, str]]
-    states: Sequence[tuple[str, str]]
-    """A sample of each state in the rows, and its name."""
-    kinds: Sequence[MarkKind]
-    left_out: Sequence[str]
-
-
-class _Pictures(Struct):
-    """Bars, each kind of row drawn once however many look the same."""
+class _Drawing(Struct):
+    """Bars, each kind of row drawn once however many look the same; and the marks that can be pressed."""
 
     axis: Axis
     grid: int
+    limits: ChartLimits
+    shown: frozenset[int]
     room: int
-    _known: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    pictures: dict[str, int] = field(default_factory=dict)
 
-    def use(self, spans: Iterable[Span], drawn: Iterable[Mark]) -> int | None:
+    def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> dict[str, Any]:
+        kept = rows[: self.limits.rows]
+        marks = [
+            (IMPORTANCE[mark.entry.kind], mark.at_ns, number, mark.entry.number)
+            for number, row in enumerate(kept)
+            for mark in row.marks
+            if mark.entry.number in self.shown
+        ]
+        pressed = {(number, entry, at) for _, at, number, entry in sorted(marks)[: self.limits.buttons]}
+        drawn, missing, unpressed = [], len(rows) - len(kept), 0
+        for number, row in enumerate(kept):
+            buttons = [mark for mark in row.marks if (number, mark.entry.number, mark.at_ns) in pressed]
+            others = [mark for mark in row.marks if (number, mark.entry.number, mark.at_ns) not in pressed]
+            unpressed += len(others)
+            picture = self._picture(row.spans, others)
+            if picture is None:
+                missing += 1
+            else:
+                drawn.append((row, picture, [self._button(row, mark) for mark in buttons]))
+        if missing:
+            self.left_out.append(f"{missing} of {len(rows)} {what} are not drawn: the page would grow too large")
+        if unpressed:
+            self.left_out.append(
+                f"{unpressed} marks in the rows of {what} are drawn as thin lines: the table of failures has them all"
+            )
+        return {"name": name, "label": f"{what} ({total})", "what": what, "rows": drawn, "is_many": len(rows) > 40}
+
+    def _button(self, row: Row, mark: Mark) -> tuple[Mark, str, str]:
+        whose = f" on {ranks(mark.ranks, limit=30)}" if mark.ranks and not row.name.startswith("rank ") else ""
+        headline = shorten(mark.entry.headline, 90)
+        words = f"{mark.entry.kind.value}{whose} at {time_of_day(mark.at_ns)}: {headline}"
+        return mark, f"{100 * self.axis.place(mark.at_ns):.2f}", words
+
+    def _picture(self, spans: Sequence[Span], drawn: Sequence[Mark]) -> int | None:
         """The number of a row's picture; None where there is no room for another one."""
         source = self._paths(spans, drawn)
-        number = self._known.get(source)
-        if number is None:
+        if source not in self.pictures:
             self.room -= len(source) + 40
             if self.room < 0:
                 return None
-            number = self._known[source] = len(self._known)
-        return number
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(self._known)
+            self.pictures[source] = len(self.pictures)
+        return self.pictures[source]
 
     def _paths(self, spans: Iterable[Span], drawn: Iterable[Mark]) -> str:
         grid, least = self.grid, max(1, self.grid // 450)
@@ -163,39 +162,42 @@ def _path(name: str, heights: Sequence[int], runs: Sequence[Sequence[int]]) -> s
     return f'<path class="{name}" d="{lines}"/>'
 
 
-def draw_chart(timeline: Timeline, *, shown: frozenset[int], limits: ChartLimits) -> Chart:
+def draw_chart(
+    parts: Sequence[PlacedAttempt], timeline: Timeline, *, shown: frozenset[int], limits: ChartLimits
+) -> dict[str, Any]:
     """Draw a run; `shown`: numbers of the entries that have a place in the page, to which marks lead."""
-    axis = make_axis([(part.attempt.number, part.start_ns, part.end_ns) for part in timeline.attempts])
-    spans = sum(len(row.spans) for row in (*timeline.nodes, *timeline.ranks))
-    pictures = _Pictures(axis, 20_000 if spans < 5_000 else 4_000 if spans < 40_000 else 1_000, limits.picture_bytes)
-    left_out: list[str] = []
+    axis = make_axis([(part.attempt.number, part.start_ns, part.end_ns) for part in parts])
+    every = (*timeline.nodes, *timeline.ranks)
+    spans = sum(len(row.spans) for row in every)
+    grid = 20_000 if spans < 5_000 else 4_000 if spans < 40_000 else 1_000
+    drawing = _Drawing(axis, grid, limits, shown, limits.picture_bytes)
     groups = _alike(timeline.nodes)
-    draw = _Drawing(pictures, timeline.entries, shown, limits)
     views = []
     if len(groups) < len(timeline.nodes):
-        views.append(draw.view("alike", "nodes that went alike", groups, len(groups)))
-    views.append(draw.view("nodes", "nodes", timeline.nodes, len(timeline.nodes)))
-    total = len(timeline.ranks) + timeline.ranks_left_out
+        views.append(drawing.view("alike", "nodes that went alike", groups, len(groups)))
+    views.append(drawing.view("nodes", "nodes", timeline.nodes, len(timeline.nodes)))
+    left_out, total = [], len(timeline.ranks) + timeline.ranks_left_out
     if total:
-        views.append(draw.view("ranks", "ranks", timeline.ranks, total))
-        if timeline.ranks_left_out:
-            left_out.append(
-                f"{timeline.ranks_left_out} of {total} ranks have no row of their own: those that failed come first"
-            )
-    used = {span.state for row in (*timeline.nodes, *timeline.ranks) for span in row.spans}
-    kinds = {mark.kind for row in (*timeline.nodes, *timeline.ranks) for mark in row.marks}
-    return Chart(
-        grid=pictures.grid,
-        pictures=pictures.sources,
-        views=views,
-        chosen="nodes" if len(groups) == len(timeline.nodes) or len(timeline.nodes) <= 16 else "alike",
-        corner=clock_time(timeline.attempts[0].start_ns)[:10] if timeline.attempts else "",
-        labels=_labels(axis, timeline),
-        lines=_lines(axis, timeline),
-        states=[(_path(*line, [[0, 36]]), state.value) for state, line in _LINES.items() if state in used],
-        kinds=[kind for kind in MarkKind if kind in kinds],
-        left_out=[*left_out, *draw.left_out],
-    )
+        views.append(drawing.view("ranks", "ranks", timeline.ranks, total))
+    if timeline.ranks_left_out:
+        left_out.append(
+            f"{timeline.ranks_left_out} of {total} ranks have no row of their own: those that failed come first"
+        )
+    used = {span.state for row in every for span in row.spans}
+    kinds = {mark.entry.kind for row in every for mark in row.marks}
+    rounds = [times for part in parts for times in part.rounds if times.round in part.extents]
+    return {
+        "grid": grid,
+        "pictures": list(drawing.pictures),
+        "views": views,
+        "chosen": "nodes" if len(groups) == len(timeline.nodes) or len(timeline.nodes) <= 16 else "alike",
+        "corner": clock_time(parts[0].start_ns)[:10] if parts else "",
+        "labels": [*_labels(axis, rounds)],
+        "lines": _lines(axis, rounds),
+        "states": [(_path(*line, [[0, 36]]), state.value) for state, line in _LINES.items() if state in used],
+        "kinds": [kind for kind in MarkKind if kind in kinds],
+        "left_out": [*left_out, *drawing.left_out],
+    }
 
 
 def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -203,72 +205,19 @@ def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         # Nodes are alike whether they noticed another one's failure or were stopped before.
-        own = (mark.entry for mark in row.marks if mark.kind not in (MarkKind.SYMPTOM, MarkKind.STOPPED))
-        marks = tuple(sorted(set(own)))
-        groups.setdefault((row.key, marks), []).append(row)
-    found = []
-    for members in groups.values():
-        first = members[0]
-        if len(members) == 1:
-            found.append(first)
-            continue
-        merged: dict[int, Mark] = {}
-        for mark in (mark for row in members for mark in row.marks):
-            before = merged.get(mark.entry)
-            hit = (*(before.ranks if before else ()), *mark.ranks)
-            at = min(mark.at_ns, before.at_ns) if before else mark.at_ns
-            merged[mark.entry] = Mark(entry=mark.entry, kind=mark.kind, at_ns=at, ranks=hit)
-        found.append(
-            Row(
-                name=plural(len(members), "node"),
-                detail=names([row.name for row in members], limit=200),
-                spans=first.spans,
-                marks=tuple(sorted(merged.values(), key=lambda mark: mark.at_ns)),
-                key=first.key,
-            )
-        )
-    return tuple(found)
+        marks = {m.entry.number for m in row.marks if m.entry.kind not in (MarkKind.SYMPTOM, MarkKind.STOPPED)}
+        groups.setdefault((*row.key, *sorted(marks)), []).append(row)
+    return tuple(members[0] if len(members) == 1 else _merged(members) for members in groups.values())
 
 
-class _Drawing(Struct):
-    pictures: _Pictures
-    entries: Sequence[Entry]
-    shown: frozenset[int]
-    limits: ChartLimits
-    left_out: list[str] = field(default_factory=list)
-
-    def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> View:
-        kept = rows[: self.limits.rows]
-        marks = [
-            (IMPORTANCE[mark.kind], mark.at_ns, number, mark.entry)
-            for number, row in enumerate(kept)
-            for mark in row.marks
-            if mark.entry in self.shown
-        ]
-        pressed = {(number, entry, at) for _, at, number, entry in sorted(marks)[: self.limits.buttons]}
-        drawn, missing, unpressed = [], len(rows) - len(kept), 0
-        for number, row in enumerate(kept):
-            buttons = [mark for mark in row.marks if (number, mark.entry, mark.at_ns) in pressed]
-            others = [mark for mark in row.marks if (number, mark.entry, mark.at_ns) not in pressed]
-            unpressed += len(others)
-            picture = self.pictures.use(row.spans, others)
-            if picture is None:
-                missing += 1
-            else:
-                drawn.append((row, picture, [self._button(row, mark) for mark in buttons]))
-        if missing:
-            self.left_out.append(f"{missing} of {len(rows)} {what} are not drawn: the page would grow too large")
-        if unpressed:
-            self.left_out.append(
-                f"{unpressed} marks in the rows of {what} are drawn as thin lines: the table of failures has them all"
-            )
-        return View(name=name, label=f"{what} ({total})", what=what, rows=drawn, is_many=len(rows) > 40)
-
-    def _button(self, row: Row, mark: Mark) -> tuple[Mark, str, str]:
-        whose = f" on {ranks(mark.ranks, limit=30)}" if mark.ranks and not row.name.startswith("rank ") else ""
-        headline = shorten(self.entries[mark.entry].headline, 90)
-        words = f"{mark.kind.value}{whose} at {time_of_day(mark.at_ns)}: {headline}"
-        return mark, f"{100 * self.pictures.axis.place(mark.at_ns):.2f}", words
+def _merged(rows: Sequence[Row]) -> Row:
+    merged: dict[int, Mark] = {}
+    for mark in (mark for row in rows for mark in row.marks):
+        before = merged.get(mark.entry.number, mark._replace(ranks=()))
+        merged[mark.entry.number] = Mark(mark.entry, min(mark.at_ns, before.at_ns), (*before.ranks, *mark.ranks))
+    marks = sorted(merged.values(), key=lambda mark: mark.at_ns)
+    hosts = names([row.name for row in rows], limit=200)
+    return Row(plural(len(rows), "node"), rows[0].spans, marks, details={hosts: None})
 
 
 def describe_spans(row: Row) -> str:
@@ -279,39 +228,37 @@ def describe_spans(row: Row) -> str:
     return f"{shorten(row.name, 40)}: {', '.join(spans) or 'nothing is known'}"
 
 
-def _labels(axis: Axis, timeline: Timeline) -> list[Label]:
-    found: list[Label] = []
+def _labels(axis: Axis, rounds: Sequence[RoundTimes]) -> Iterator[tuple[str, str, str, str, str]]:
+    """An attempt (``b``), a round (``em``) or a time on the axis: tag, text, place, title, class."""
     waited = ""
     for piece in axis.pieces:
         if piece.attempt is None:
             waited = f" ({duration((piece.end_ns - piece.start_ns) / 1e9)} later)"
             continue
         text = f"attempt {piece.attempt}{waited if piece.right - piece.left > 0.15 else ''}"
-        since = f"from {clock_time(piece.start_ns)}"
-        found.append(Label(tag="b", text=text, left=f"{100 * piece.left:.2f}", title=since))
+        yield "b", text, f"{100 * piece.left:.2f}", f"from {clock_time(piece.start_ns)}", ""
         waited = ""
     free = -1.0
-    for times in timeline.rounds:
+    for times in rounds:
         place = axis.place(times.start_ns)
         if place >= free and place < 0.985:
             title = f"round {times.round} of attempt {times.attempt}: {shorten(times.reason, 120)}"
-            found.append(Label(tag="em", text=f"round {times.round}", left=f"{100 * place:.2f}", title=title))
+            yield "em", f"round {times.round}", f"{100 * place:.2f}", title, ""
             free = place + 0.08
     for factor in _TICKS:
         for when in axis.ticks(spacing=0.1 / factor):
             place = axis.place(when)
             look = f"t{factor}{' first' if place * factor < 0.02 else ''}"
-            found.append(Label(tag="time", text=time_of_day(when), left=f"{100 * place:.3f}", look=look))
-    return found
+            yield "time", time_of_day(when), f"{100 * place:.3f}", "", look
 
 
-def _lines(axis: Axis, timeline: Timeline) -> list[tuple[str, str]]:
+def _lines(axis: Axis, rounds: Sequence[RoundTimes]) -> list[tuple[str, str]]:
     lines = []
     for piece in axis.pieces:
         width = f";width:{100 * (piece.right - piece.left):.2f}%" if piece.attempt is None else ""
         lines.append(("q" if width else "a", f"left:{100 * piece.left:.2f}%{width}"))
     free = -1.0
-    for place in (axis.place(times.start_ns) for times in timeline.rounds):
+    for place in (axis.place(times.start_ns) for times in rounds):
         if place >= free:  # of a hundred rounds the gaps between the bars are enough
             lines.append(("", f"left:{100 * place:.2f}%"))
             free = place + 0.02

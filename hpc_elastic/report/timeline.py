@@ -8,19 +8,19 @@ found elsewhere (`verdict`), with the clocks' bounds.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import HostOffset
 from hpc_elastic.report.document import Fold, fold_failures
-from hpc_elastic.report.history import AttemptHistory, NodeLoss
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_attempt import NodeState, PlacedAttempt, RoundTimes, Span
+from hpc_elastic.report.timeline_attempt import NodeState, PlacedAttempt, Span
 from hpc_elastic.report.wording import FAILURE_WORDS
 
 _GAP_SHARE = 0.035
@@ -143,35 +143,42 @@ class Entry(Struct, frozen=True, kw_only=True):
         return self.fold.first.ended_ns if self.fold is not None else None
 
 
-class Mark(Struct, frozen=True, kw_only=True):
-    entry: int
-    kind: MarkKind
+class Mark(NamedTuple):
+    entry: Entry
     at_ns: int
     ranks: tuple[int, ...] = ()
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class Row(Struct):
     name: str
-    detail: str
-    spans: tuple[Span, ...]
-    marks: tuple[Mark, ...]
-    key: tuple[tuple[NodeState, int, int], ...] = ()
+    spans: list[Span] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    """By time."""
+    key: list[tuple[NodeState, int, int]] = field(default_factory=list)
     """Its states without times: rows with the same key are alike."""
+    details: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def detail(self) -> str:
+        return ", ".join(list(self.details)[-2:])
+
+    def add(self, attempt: int, spans: Iterable[Span], detail: str) -> None:
+        mine = self.spans
+        for span in spans:
+            if mine and mine[-1].end_ns > span.start_ns:  # a rank of a lost node runs elsewhere
+                mine[-1] = mine[-1]._replace(end_ns=max(mine[-1].start_ns, span.start_ns))
+            mine.append(span)
+            self.key.append((span.state, attempt, span.round))
+        if detail:
+            self.details[detail] = None
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    attempts: tuple[PlacedAttempt, ...]
     nodes: tuple[Row, ...]
     ranks: tuple[Row, ...]
     """At most as many as were asked for: those that failed first, then by number."""
     ranks_left_out: int
     entries: tuple[Entry, ...]
-    rounds: tuple[RoundTimes, ...]
-    """Those of which a node reported its part."""
-    offsets: Mapping[str, HostOffset]
-    """Names of nodes whose wall clock is known to be off by so much; its times are shifted."""
-    clock_hosts: tuple[str, ...] = ()
-    """The host whose clock the axis is by, for each attempt in which clocks were compared."""
 
 
 def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) -> Timeline:
@@ -180,60 +187,17 @@ def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) 
     for entry in entries:
         by_round.setdefault((entry.attempt, entry.round), []).append(entry)
     chosen, left_out = _choose_ranks(parts, entries, most_ranks)
-    node_rows, rank_rows = _Rows(), _Rows()
+    named: dict[str, Row] = {}
+    ranks = {rank: Row(f"rank {rank}") for rank in chosen}
     for part in parts:
-        _draw_nodes(part, node_rows, by_round)
-        _draw_ranks(part, rank_rows, by_round, chosen)
-    offsets = {part.name(node): offset for part in parts for node, offset in part.offsets.items()}
-    return Timeline(
-        attempts=parts,
-        nodes=node_rows.build(),
-        ranks=rank_rows.build(),
-        ranks_left_out=left_out,
-        entries=entries,
-        rounds=tuple(times for part in parts for times in part.rounds if times.round in part.extents),
-        offsets=offsets,
-        clock_hosts=tuple(
-            dict.fromkeys(p.attempt.clocks.host for p in parts if p.attempt.clocks.reference is not None)
-        ),
-    )
-
-
-class _Rows:
-    def __init__(self) -> None:
-        self._spans: dict[str, list[Span]] = {}
-        self._keys: dict[str, list[tuple[NodeState, int, int]]] = {}
-        self._marks: dict[str, list[Mark]] = {}
-        self._details: dict[str, dict[str, None]] = {}
-
-    def add(self, name: str, attempt: int, spans: Iterable[Span], detail: str) -> None:
-        mine = self._spans.setdefault(name, [])
-        key = self._keys.setdefault(name, [])
-        for span in spans:
-            if mine and mine[-1].end_ns > span.start_ns:  # a rank of a lost node runs elsewhere
-                mine[-1] = mine[-1]._replace(end_ns=max(mine[-1].start_ns, span.start_ns))
-            mine.append(span)
-            key.append((span.state, attempt, span.round))
-        self._marks.setdefault(name, [])
-        details = self._details.setdefault(name, {})
-        if detail:
-            details[detail] = None
-
-    def mark(self, name: str, mark: Mark) -> None:
-        if name in self._marks:
-            self._marks[name].append(mark)
-
-    def build(self) -> tuple[Row, ...]:
-        return tuple(
-            Row(
-                name=name,
-                detail=", ".join(list(self._details[name])[-2:]),
-                spans=tuple(spans),
-                marks=tuple(sorted(self._marks[name], key=lambda mark: (mark.at_ns, IMPORTANCE[mark.kind]))),
-                key=tuple(self._keys[name]),
-            )
-            for name, spans in self._spans.items()
-        )
+        nodes = _node_rows(part, named)
+        for item in part.attempt.rounds:
+            _add_ranks(part, item, ranks)
+            for entry in by_round.get((part.attempt.number, item.index), ()):
+                _mark(part, item, entry, nodes, ranks)
+    for row in (*named.values(), *ranks.values()):
+        row.marks.sort(key=lambda mark: (mark.at_ns, IMPORTANCE[mark.entry.kind]))
+    return Timeline(nodes=tuple(named.values()), ranks=tuple(ranks.values()), ranks_left_out=left_out, entries=entries)
 
 
 def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
@@ -251,70 +215,49 @@ def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, int], Sequence[Entry]]) -> None:
-    number = part.attempt.number
-    indices = {*range(len(part.attempt.nodes)), *part.stays, *part.agent_starts}
-    names = _unique_names(sorted(index for index in indices if index >= 0), part.name)
-    ranks: dict[int, tuple[int, ...]] = {}
-    for item in part.attempt.rounds:
-        ranks.update({node.node: node.ranks for node in item.nodes})
-    for node, name in names.items():
-        rows.add(name, number, part.node_spans(node), ranks_text(ranks[node]) if ranks.get(node) else "")
-    for item in part.attempt.rounds:
-        for entry in by_round.get((number, item.index), ()):
-            if entry.loss is not None and entry.loss.node in names:
-                rows.mark(names[entry.loss.node], _loss_mark(entry, entry.loss, part))
-            hit_nodes: dict[int, list[WorkerFailure]] = {}
-            for failure in entry.members:
-                hit_nodes.setdefault(failure.node, []).append(failure)
-            for node, members in hit_nodes.items():
-                if node in names:
-                    at = min(part.failure_at(failure) for failure in members)
-                    hit = tuple(failure.global_rank for failure in members)
-                    rows.mark(names[node], Mark(entry=entry.number, kind=entry.kind, at_ns=at, ranks=hit))
-
-
-def _draw_ranks(
-    part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, int], Sequence[Entry]], chosen: Sequence[int]
-) -> None:
-    wanted = set(chosen)
-    for rank in chosen:
-        rows.add(f"rank {rank}", part.attempt.number, (), "")
-    for item in part.attempt.rounds:
-        ends = {f.global_rank: part.failure_at(f) for f in item.failures if f.ended_ns}
-        for node in item.nodes:
-            stay = part.by_round.get(item.index, {}).get(node.node)
-            if stay is not None:
-                for rank in wanted.intersection(node.ranks):
-                    spans = part.rank_spans(stay, ends.get(rank))
-                    rows.add(f"rank {rank}", part.attempt.number, spans, part.name(node.node))
-        for entry in by_round.get((part.attempt.number, item.index), ()):
-            if entry.loss is not None:
-                mark = _loss_mark(entry, entry.loss, part)
-                for rank in (rank for node in item.nodes if node.node == entry.loss.node for rank in node.ranks):
-                    rows.mark(f"rank {rank}", mark)
-            for failure in (failure for failure in entry.members if failure.global_rank in wanted):
-                hit = (failure.global_rank,)
-                mark = Mark(entry=entry.number, kind=entry.kind, at_ns=part.failure_at(failure), ranks=hit)
-                rows.mark(f"rank {failure.global_rank}", mark)
-
-
-def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:
-    at = part.loss_at(loss)
-    return Mark(entry=entry.number, kind=entry.kind, at_ns=min(max(at, part.start_ns), part.end_ns))
-
-
-def _unique_names(nodes: Iterable[int], name: Callable[[int], str]) -> dict[int, str]:
-    """Two nodes of an attempt never share a row."""
-    found: dict[int, str] = {}
+def _node_rows(part: PlacedAttempt, named: dict[str, Row]) -> dict[int, Row]:
+    """Node → its row, with its spans in this attempt. Two nodes of an attempt never share one."""
+    ranks = {node.node: node.ranks for item in part.attempt.rounds for node in item.nodes}
+    rows: dict[int, Row] = {}
     used: set[str] = set()
-    for node in nodes:
-        mine = name(node)
-        if mine in used:
-            mine = f"{mine} (node {node})"
-        used.add(mine)
-        found[node] = mine
-    return found
+    for node in sorted({*range(len(part.attempt.nodes)), *part.stays, *part.agent_starts}):
+        if node < 0:
+            continue
+        name = part.name(node)
+        name = f"{name} (node {node})" if name in used else name
+        used.add(name)
+        rows[node] = named.setdefault(name, Row(name))
+        rows[node].add(part.attempt.number, part.node_spans(node), ranks_text(ranks[node]) if ranks.get(node) else "")
+    return rows
+
+
+def _add_ranks(part: PlacedAttempt, item: RoundHistory, rows: Mapping[int, Row]) -> None:
+    ends = {f.global_rank: part.failure_at(f) for f in item.failures if f.ended_ns}
+    there = part.by_round.get(item.index, {})
+    for node in (node for node in item.nodes if node.node in there):
+        for rank in rows.keys() & node.ranks:
+            spans = part.rank_spans(there[node.node], ends.get(rank))
+            rows[rank].add(part.attempt.number, spans, part.name(node.node))
+
+
+def _mark(
+    part: PlacedAttempt, item: RoundHistory, entry: Entry, nodes: Mapping[int, Row], ranks: Mapping[int, Row]
+) -> None:
+    if entry.loss is not None:
+        at = min(max(part.loss_at(entry.loss), part.start_ns), part.end_ns)
+        there = [rank for node in item.nodes if node.node == entry.loss.node for rank in node.ranks]
+        for row in (nodes.get(entry.loss.node), *map(ranks.get, there)):
+            if row is not None:
+                row.marks.append(Mark(entry, at))
+    hit: dict[int, list[tuple[int, int]]] = {}
+    for failure in entry.members:
+        at, rank = part.failure_at(failure), failure.global_rank
+        hit.setdefault(failure.node, []).append((at, rank))
+        if rank in ranks:
+            ranks[rank].marks.append(Mark(entry, at, (rank,)))
+    for node, members in hit.items():
+        if node in nodes:
+            nodes[node].marks.append(Mark(entry, min(members)[0], tuple(rank for _, rank in members)))
 
 
 def _choose_ranks(parts: Sequence[PlacedAttempt], entries: Sequence[Entry], most: int) -> tuple[tuple[int, ...], int]:

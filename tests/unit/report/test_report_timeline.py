@@ -74,8 +74,9 @@ def test_states_of_a_node_follow_upon_each_other(builder: RunBuilder) -> None:
     ]
     assert row(timeline, "rank 4").detail == "n3"
     (mark,) = row(timeline, "n3").marks
-    assert (mark.kind, mark.at_ns, mark.ranks) == (MarkKind.CAUSE, START_NS + 20 * SECOND, (4,))
-    assert [(d.round, d.start_ns - START_NS) for d in timeline.rounds] == [(0, 5 * SECOND), (1, 25 * SECOND)]
+    assert (mark.entry.kind, mark.at_ns, mark.ranks) == (MarkKind.CAUSE, START_NS + 20 * SECOND, (4,))
+    (placed,) = place_attempts(collect_run(builder.root))
+    assert [(d.round, d.start_ns - START_NS) for d in placed.rounds] == [(0, 5 * SECOND), (1, 25 * SECOND)]
 
 
 def test_lost_node_is_lost_from_its_last_sign_until_it_comes_back(builder: RunBuilder) -> None:
@@ -96,7 +97,7 @@ def test_lost_node_is_lost_from_its_last_sign_until_it_comes_back(builder: RunBu
         ("rendezvous", 90, 95),
     ]
     (mark,) = row(timeline, "n3").marks
-    assert (mark.kind, mark.at_ns) == (MarkKind.CAUSE, START_NS + 30 * SECOND)
+    assert (mark.entry.kind, mark.at_ns) == (MarkKind.CAUSE, START_NS + 30 * SECOND)
 
 
 def test_node_that_never_joins_waits_as_a_spare(builder: RunBuilder) -> None:
@@ -115,7 +116,7 @@ def test_node_that_never_joins_waits_as_a_spare(builder: RunBuilder) -> None:
 def test_node_without_a_word_has_an_empty_row(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.round(0, 0, at=5, without=(1,))
-    assert row(picture(builder), "n2").spans == ()
+    assert row(picture(builder), "n2").spans == []
 
 
 def test_rank_of_a_lost_node_that_runs_elsewhere_is_lost_no_more(builder: RunBuilder) -> None:
@@ -143,8 +144,10 @@ def test_folded_failures_are_one_entry_with_a_mark_per_node(builder: RunBuilder)
         (MarkKind.CAUSE, 1),
         (MarkKind.SYMPTOM, 4),
     ]
-    assert [(m.entry, m.ranks, m.at_ns - START_NS) for m in row(timeline, "n2").marks] == [(1, (2, 3), 22 * SECOND)]
-    assert [mark.kind for mark in row(timeline, "rank 5").marks] == [MarkKind.SYMPTOM]
+    assert [(m.entry.number, m.ranks, m.at_ns - START_NS) for m in row(timeline, "n2").marks] == [
+        (1, (2, 3), 22 * SECOND)
+    ]
+    assert [mark.entry.kind for mark in row(timeline, "rank 5").marks] == [MarkKind.SYMPTOM]
 
 
 def test_only_so_many_ranks_and_those_that_failed_first(tmp_path: Path) -> None:
@@ -191,7 +194,7 @@ def test_goodput_adds_up_and_says_what_each_failure_cost(builder: RunBuilder) ->
 def test_nothing_is_asked_of_an_empty_run(tmp_path: Path) -> None:
     history = collect_run(tmp_path)
     timeline = build_timeline(place_attempts(history))
-    assert (timeline.attempts, timeline.nodes, timeline.ranks) == ((), (), ())
+    assert (place_attempts(history), timeline.nodes, timeline.ranks) == ((), (), ())
     assert goodput_of(history).share is None
 
 
@@ -205,12 +208,13 @@ def test_clock_that_is_an_hour_ahead_is_set_right(builder: RunBuilder) -> None:
             builder.event(0, "agent", node, at + 1 + ahead, "workers_started", round=index, pids=[])
             builder.event(0, "agent", node, at + 90 + ahead, "workers_stopped", round=index)
     timeline = picture(builder)
-    offset = timeline.offsets["n3"]
+    (placed,) = place_attempts(collect_run(builder.root))
+    offset = placed.offsets[2]
     assert abs(offset.offset_ns - 3600 * SECOND) <= offset.bound_ns
-    assert list(timeline.offsets) == ["n3"]
+    assert list(placed.offsets) == [2]
     assert not offset.measured
     assert told(row(timeline, "n3"))[:3] == told(row(timeline, "n1"))[:3]
-    assert timeline.attempts[0].end_ns == START_NS + 195 * SECOND
+    assert placed.end_ns == START_NS + 195 * SECOND
 
 
 def test_node_that_learns_late_once_keeps_its_clock(builder: RunBuilder) -> None:
@@ -219,7 +223,8 @@ def test_node_that_learns_late_once_keeps_its_clock(builder: RunBuilder) -> None
         for node in range(3):
             at = 400 * index + 5 + (late if node == 2 else 0.0)
             builder.event(0, "agent", node, at, "round_final", round=index, ranks=[node], world_size=3)
-    assert picture(builder).offsets == {}
+    (placed,) = place_attempts(collect_run(builder.root))
+    assert placed.offsets == {}
 
 
 def test_measured_offsets_are_used(builder: RunBuilder) -> None:
@@ -232,12 +237,13 @@ def test_measured_offsets_are_used(builder: RunBuilder) -> None:
     builder.fail(replace(first, ended_uptime_ns=UPTIME_NS + 10 * SECOND))
     timeline = picture(builder)
     assert [told(row(timeline, name))[1][:3] for name in ("n1", "n2")] == [("starting", 5, 5.01)] * 2
-    assert timeline.clock_hosts == ("n1",)
-    assert timeline.offsets["n2"].offset_ns == 2 * SECOND
+    (placed,) = place_attempts(collect_run(builder.root))
+    assert placed.attempt.clocks.host == "n1"
+    assert placed.offsets[1].offset_ns == 2 * SECOND
     marks = {name: row(timeline, name).marks[0] for name in ("n2", "n3")}
-    assert marks["n3"].kind is MarkKind.CAUSE
+    assert marks["n3"].entry.kind is MarkKind.CAUSE
     assert [(marks[name].at_ns - START_NS) / SECOND for name in ("n2", "n3")] == [20, 10]
-    assert timeline.attempts[0].end_ns - timeline.attempts[0].start_ns < 30 * SECOND
+    assert placed.end_ns - placed.start_ns < 30 * SECOND
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
