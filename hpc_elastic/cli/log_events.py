@@ -19,8 +19,8 @@ from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_n
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_reader import FollowedFiles
 from hpc_elastic.output.terminal import harmless
+from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.report.event_text import describe_event
-from hpc_elastic.report.node_times import read_offsets_ns
 from hpc_elastic.run.agent_events import (
     AgentFailed,
     EventsDropped,

@@ -17,7 +17,7 @@ from hpc_elastic.output.log_streams import (
     readers_of_last,
     round_numbers,
 )
-from hpc_elastic.report.node_times import read_offsets_ns
+from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 
 _LOOK_INTO_ROUND_S = 15.0

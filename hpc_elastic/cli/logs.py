@@ -47,7 +47,7 @@ from hpc_elastic.output.log_streams import (
 )
 from hpc_elastic.output.log_times import STDERR, STDOUT
 from hpc_elastic.output.terminal import harmless, one_line, with_prefix
-from hpc_elastic.report.node_times import read_offsets_ns
+from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 
 if TYPE_CHECKING:

@@ -3,14 +3,14 @@
 Each agent compares its host's clock with the coordinator's (`clock_offset` in the event log). All nodes' times are
 taken to one of them, the reference, over a chain of such samples where the coordinator changed: offsets and bounds add
 up, and a bound grows with the time between the measurement and the moment that is asked for. What was measured are the
-clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment. Pure.
+clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,10 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import drift_ns
 from hpc_elastic.failures.ranking import PRINTED_NS, Moment
-from hpc_elastic.run.agent_events import AgentStarted, ClockCompared
-from hpc_elastic.run.event_reader import EventLine
+from hpc_elastic.run.agent_events import AgentStarted, ClockCompared, RoundFinal
+from hpc_elastic.run.event_reader import EventLine, read_events
 from hpc_elastic.run.event_types import RunEvent, name_of
+from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptStarted
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from hpc_elastic.report.history import NodeLoss
 
 OF_CLOCKS: frozenset[type[RunEvent]] = frozenset({ClockCompared, AgentStarted, AttemptStarted})
-CLOCK_EVENTS = frozenset(name_of(kind) for kind in OF_CLOCKS)
 SUPERVISOR = -1
 _VIEWS = 8
 _SOME = 16
@@ -301,3 +301,59 @@ def _tree(links: Mapping[tuple[int, int], _Hop], reference: int) -> dict[int, _H
 
 NOTABLE_NS = 50_000_000
 """A wall clock that is off by no more is not worth mentioning."""
+SUSPECT_NS = 90 * 1_000_000_000
+"""A node that learns late, behind caches that are trusted for a minute, is not taken for one with a wrong clock."""
+
+
+def node_offsets(finals: Iterable[Mapping[int, int]], *, clocks: Clocks) -> dict[int, HostOffset]:
+    """How far each node's wall clock is off in one attempt; a node that is not there is trusted.
+
+    Where offsets were measured they are used. Elsewhere clocks are trusted, but for one that contradicts the others:
+    all nodes learn within a minute at most that a round is final, so a clock that shows that later, or earlier, in
+    every round by more than that is set wrong by about as much.
+
+    Args:
+        finals: For each round, node → when it learned that the round is final, by its own wall clock.
+        clocks: What was measured.
+    """
+    found = dict(clocks.offsets)
+    deviations: dict[int, list[int]] = {}
+    for final in finals:
+        if len(final) < 2:
+            continue
+        right = {node: when - (found[node].offset_ns if node in found else 0) for node, when in final.items()}
+        middle = _median_low(right.values())
+        for node, when in right.items():
+            deviations.setdefault(node, []).append(when - middle)
+    for node, values in deviations.items():
+        least, most = min(values), max(values)
+        is_wrong = least > SUSPECT_NS or most < -SUSPECT_NS
+        if node not in clocks.offsets and node != clocks.reference and is_wrong and most - least < SUSPECT_NS:
+            bound = max(1_000_000_000, most - least)
+            found[node] = HostOffset(offset_ns=_median_low(values), bound_ns=bound, measured=False)
+    return found
+
+
+def read_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
+    """Node → how far its wall clock is ahead, nanoseconds; a node that is not there is trusted.
+
+    Where the agents measured it, so far; else what the rounds show. A clock that may as well be right, within the
+    measurement's bound, is trusted: on a busy host a correction would turn around what agreeing clocks have in order.
+    """
+    finals: dict[int, dict[int, int]] = {}
+    clocks = ClocksBuilder()
+    kinds: set[type[RunEvent]] = {*OF_CLOCKS, RoundFinal}
+    for line in read_events(attempt.events, names=set(map(name_of, kinds))):
+        if isinstance(line.event, RoundFinal):
+            if line.node is not None and line.written_ns:
+                finals.setdefault(line.event.round, {}).setdefault(line.node, line.written_ns)
+        else:
+            clocks.take(line)
+    offsets = node_offsets(finals.values(), clocks=clocks.build())
+    return {node: offset.offset_ns for node, offset in offsets.items() if abs(offset.offset_ns) > offset.bound_ns}
+
+
+def _median_low(values: Iterable[int]) -> int:
+    """`statistics` takes longer to import than a small run's report to be made."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]

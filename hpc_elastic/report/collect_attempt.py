@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from msgspec import Struct, field
@@ -13,9 +12,10 @@ from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, ClocksBuilder
-from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
+from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
     START_REFUSED,
+    AgentTimes,
     AttemptHistory,
     FailedAgent,
     GivenUpNode,
@@ -25,7 +25,6 @@ from hpc_elastic.report.history import (
     RoundNode,
 )
 from hpc_elastic.report.incidents import CommandFailure, OutputLoss, attributed, read_incident, read_outage
-from hpc_elastic.report.node_times import TimesBuilder
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
@@ -33,6 +32,8 @@ from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.event_types import RunEvent
 
+_OF_ATTEMPT = (of_coordinator.RunClosed, of_coordinator.NodeMissing, of_coordinator.LinkLost)
+"""Events that name a round, and are none of it."""
 _MOST_WORDS = 300
 _MOST_REASON = 400
 _MOST_LINES = 20
@@ -50,7 +51,7 @@ class AttemptBuilder(Struct):
     """Those after which another agent was started on the node: they were there, and took part."""
     own_reasons: dict[int, list[str]] = field(default_factory=dict)
     relaunched: list[tuple[int, str]] = field(default_factory=list)
-    agent_starts: Counter[int] = field(default_factory=Counter)
+    agents: dict[int, AgentTimes] = field(default_factory=dict)
     unstarted: dict[str, str] = field(default_factory=dict)
     given_up: dict[int, GivenUpNode] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
@@ -63,7 +64,6 @@ class AttemptBuilder(Struct):
     closed_reason: str = ""
     closed_explained: tuple[int, tuple[int, ...]] = (-1, ())
     """(index of the round that was closed, `RoundBuilder.explained`)."""
-    times: TimesBuilder = field(default_factory=TimesBuilder)
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
@@ -83,7 +83,6 @@ class AttemptBuilder(Struct):
         event = line.event
         if line.role == "agent":
             self.coverage.take(line)
-            self.times.take(line)
         elif line.role == "supervisor":
             self.is_supervised = True
         if event is None:
@@ -91,8 +90,8 @@ class AttemptBuilder(Struct):
         kind = type(event)
         if kind in OF_CLOCKS:
             self.clocks.take(line)
-        if kind in ROUND_EVENTS:
-            index: int = event.round  # type: ignore[attr-defined]
+        index = None if kind in _OF_ATTEMPT else getattr(event, "round", None)
+        if index is not None:
             if index >= 0:
                 self.round(index).take(line, event)
         elif line.role in ("agent", "supervisor"):
@@ -119,8 +118,10 @@ class AttemptBuilder(Struct):
                 self.given_up[event.node] = read_incident(
                     GivenUpNode, line, event, name=name, reason=reason, seen_ns=when
                 )
-            case of_agent.AgentStarted() if node is not None:
-                self.agent_starts[node] += 1
+            case of_agent.AgentStarted() if node is not None and node >= 0:
+                self.agents.setdefault(node, AgentTimes(node, line.host)).started_ns.append(when)
+            case of_agent.AgentEnded() if node is not None and node >= 0:
+                self.agents.setdefault(node, AgentTimes(node, line.host)).ended_ns.append(when)
             case of_supervisor.SignalReceived():
                 self.history.notices += (event.signal,)
             case of_supervisor.SignalDecided():
@@ -180,7 +181,7 @@ class AttemptBuilder(Struct):
                 begun.nodes.setdefault(node, RoundNode(node, self.name_of(node)))
         for node in bad_ends:
             mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
-            self.cut_short[node] = [index for index in mine[:-1] if node not in self.rounds[index].ended]
+            self.cut_short[node] = [index for index in mine[:-1] if not self.rounds[index].has_ended(node)]
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         clocks = self.clocks.build()
         built = [self.rounds[index].build() for index in sorted(self.rounds)]
@@ -192,7 +193,8 @@ class AttemptBuilder(Struct):
         history.outcome = history.outcome or self.closed_outcome
         history.reason = history.reason or self.closed_reason
         history.rounds = tuple(map(self._completed, rounds))
-        history.relaunched = tuple(name for node, name in self.relaunched if self.agent_starts[node] > 1)
+        again = {node for node, agents in self.agents.items() if len(agents.started_ns) > 1}
+        history.relaunched = tuple(name for node, name in self.relaunched if node in again)
         history.unstarted = tuple(self.unstarted.items())
         for node, reason in self.refusals.items():
             if node in self.given_up:
@@ -205,7 +207,10 @@ class AttemptBuilder(Struct):
         last, lacking = history.committed, self.not_committed[1]
         is_later = lacking is not None and (last is None or lacking.step is None or lacking.step > last.step)
         history.not_committed = lacking if is_later else None
-        history.times = self.times.build()
+        history.agents = tuple(agents for _, agents in sorted(self.agents.items()))
+        for agents in history.agents:
+            agents.started_ns.sort()
+            agents.ended_ns.sort()
         history.clocks = clocks
         return history
 

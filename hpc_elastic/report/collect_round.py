@@ -7,8 +7,9 @@ server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import (
     NodeLoss,
+    NodeTimes,
     RankStatus,
     Replacement,
     RoundHistory,
@@ -29,12 +31,10 @@ from hpc_elastic.report.history import (
 from hpc_elastic.report.incidents import InProcessRestart, read_incident
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
-from hpc_elastic.run.activities import MOST_NAMED, Activity
+from hpc_elastic.run.activities import MOST_NAMED
 from hpc_elastic.run.event_reader import EVENTS, EventLine
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.heartbeats import ProgressSource, RankHeartbeat
-
-_T = TypeVar("_T")
 
 
 class EventCoverage(Struct):
@@ -94,16 +94,6 @@ class EventCoverage(Struct):
         self._place, self._has_ended, self._is_whole = None, False, True
 
 
-ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
-    {
-        of_coordinator.RoundOpened, of_coordinator.RoundFrozen, of_agent.RoundFinal, of_agent.WorkerFailed,
-        of_coordinator.NodeLost, of_coordinator.NodeLeft, of_coordinator.NodeReplaced, of_agent.HealthCheckFailed,
-        of_agent.PlatformFailure, of_agent.InProcessRestarted, of_agent.InProcessGaveUp, of_agent.WorkersStopping,
-        of_agent.WorkersSucceeded, of_agent.WorkersStopped, of_agent.StacksTaken,
-        of_agent.RanksObserved, of_agent.WorkersStarted, of_agent.HangSuspected,
-        of_agent.SlowRankFound, of_agent.SlowRankEnded, of_agent.RunSlowed, of_agent.RunSlowEnded,
-    }
-)  # fmt: skip
 _FRAMES = 20
 _WORDS = 300
 
@@ -116,20 +106,17 @@ class RoundBuilder(Struct):
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     """All rounds share it: most are like the one before, and a thousand nodes of a hundred rounds are kept once."""
     nodes: dict[int, RoundNode] = field(default_factory=dict)
-    final_ns: dict[int, int] = field(default_factory=dict)
+    times: dict[int, NodeTimes] = field(default_factory=dict)
     failures: dict[int, WorkerFailure] = field(default_factory=dict)
     reported: dict[int, WorkerFailure] = field(default_factory=dict)
-    ends: dict[int, WorkerEnd] = field(default_factory=dict)
     lost: dict[int, NodeLoss] = field(default_factory=dict)
     left: dict[int, NodeLoss] = field(default_factory=dict)
     """Nodes that took themselves out, as the coordinator reports it."""
-    replaced: dict[int, Replacement] = field(default_factory=dict)
-    fresh_starts: dict[str, str] = field(default_factory=dict)
-    own: dict[int, NodeLoss] = field(default_factory=dict)
-    succeeded: set[int] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
-    stopping: dict[str, None] = field(default_factory=dict)
-    stopping_ns: dict[int, int] = field(default_factory=dict)
+    rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
+    others: defaultdict[str, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """Further fields of the history, each with its values by what they are put in order by."""
+    stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
+    threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
     chosen: tuple[int, ...] = ()
@@ -137,14 +124,6 @@ class RoundBuilder(Struct):
     explained: tuple[int, ...] = ()
     """Nodes whose failures in the round before follow from the loss of a member."""
     restarts_used: int | None = None
-    rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
-    activities: dict[int, Activity] = field(default_factory=dict)
-    sockets: dict[int, Sockets] = field(default_factory=dict)
-    stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
-    threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
-    slow_ranks: dict[tuple[int, int], of_agent.SlowRankEnded] = field(default_factory=dict)
-    slow_run: dict[int, of_agent.RunSlowEnded] = field(default_factory=dict)
-    orphans: dict[str, None] = field(default_factory=dict)
 
     def facts(self, attempt: int, rank: int) -> WorkerFailure:
         """A rank's facts by the events: for an error file that no agent completed."""
@@ -154,36 +133,38 @@ class RoundBuilder(Struct):
         node = next((node for node in self.nodes.values() if rank in node.ranks), None)
         return replace(place, host=node.host, node=node.node, local_rank=node.ranks.index(rank)) if node else place
 
+    def has_ended(self, node: int) -> bool:
+        return node in self.times and self.times[node].ended_ns is not None
+
     def take(self, line: EventLine, event: RunEvent) -> None:
         node, host, when = -1 if line.node is None else line.node, line.host, line.written_ns
         match event:  # what each node writes in each round stands first
             case of_agent.RoundFinal():
                 place = RoundNode(node, host, event.ranks, event.group_rank)
                 self.nodes[node] = self.known.setdefault(place, place)
-                self.final_ns[node] = when
-                self.history.started_ns = (
-                    when if self.history.started_ns is None else min(self.history.started_ns, when)
-                )
+                self._reached("final_ns", node, when)
                 self.history.world_size = event.world_size
             case of_agent.WorkersStarted():
+                self._reached("started_ns", node, when)
                 if event.started_fresh:
-                    self.fresh_starts[host or f"node {node}"] = event.started_fresh[:_WORDS]
+                    name = host or f"node {node}"
+                    self.others["fresh_starts"][name] = name, event.started_fresh[:_WORDS]
             case of_agent.WorkersStopping():
-                self.stopping[event.reason] = None
-                self.stopping_ns.setdefault(node, when)
+                if event.reason not in self.history.stopping_reasons:
+                    self.history.stopping_reasons += (event.reason,)
+                self._reached("stopping_ns", node, when)
             case of_agent.WorkersStopped():
                 for end in event.ends:
-                    self.ends[end.rank] = WorkerEnd(
+                    self.others["ends"][end.rank] = WorkerEnd(
                         end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped, end.logged
                     )
                 if event.progress is not None:
                     self.history.progress[node] = event.progress
-                self.orphans |= dict.fromkeys(f"{host or f'node {node}'}: {one[:_WORDS]}" for one in event.orphans)
-                if node not in self.ended:
-                    self._take_end(when, node)
+                orphans = [f"{host or f'node {node}'}: {one[:_WORDS]}" for one in event.orphans]
+                self.history.orphans += tuple(one for one in orphans if one not in self.history.orphans)
+                self._reached("ended_ns", node, when)
             case of_agent.WorkersSucceeded():
-                self.succeeded.add(node)
-                self._take_end(when, node)
+                self._reached("ended_ns", node, when).succeeded = True
             case of_agent.WorkerFailed():
                 self._take_failure(event, when, node, host)
             case of_coordinator.NodeLost():
@@ -193,7 +174,7 @@ class RoundBuilder(Struct):
             case of_agent.HealthCheckFailed():
                 self.lost[node] = self._loss(line, left=event.reason, observer=node)
             case of_agent.PlatformFailure():
-                self.own[node] = self._loss(line, broke=event.reason, observer=node)
+                self.others["own_failures"][node] = self._loss(line, broke=event.reason, observer=node)
             case of_coordinator.RoundOpened():
                 self.history.reason = event.reason
             case of_coordinator.RoundFrozen():
@@ -201,7 +182,7 @@ class RoundBuilder(Struct):
                 self.chosen, self.explained = event.nodes, event.explained
             case of_coordinator.NodeReplaced():
                 gone = event.replaces_node
-                self.replaced[gone] = Replacement(
+                self.others["replaced"][gone] = Replacement(
                     node=node,
                     host=host or f"node {node}",
                     replaces_node=gone,
@@ -225,22 +206,22 @@ class RoundBuilder(Struct):
                 for one in event.ranks:
                     texts = ("call", "at", "line", "operation", "key", "peer")
                     cut = {name: getattr(one, name)[:_WORDS] for name in texts}
-                    self.activities[one.rank] = replace(one, names=one.names[:MOST_NAMED], **cut)
+                    self.others["activities"][one.rank] = replace(one, names=one.names[:MOST_NAMED], **cut)
                 if event.sockets:
-                    self.sockets[node] = Sockets(network=event.network, ranks=event.sockets)
+                    self.others["sockets"][node] = Sockets(network=event.network, ranks=event.sockets)
 
     def _take_slowness(self, event: RunEvent) -> None:
         """Its end, where its agent reported one, takes the place of its beginning."""
+        ranks, run = self.others["slow_ranks"], self.others["slow_run"]
         match event:
-            case of_agent.SlowRankFound():
-                slow = event.slow
-                self.slow_ranks[slow.rank, slow.since_ns] = of_agent.SlowRankEnded(round=event.round, slow=slow)
-            case of_agent.SlowRankEnded():
-                self.slow_ranks[event.slow.rank, event.slow.since_ns] = event
-            case of_agent.RunSlowed():
-                self.slow_run[event.pace.since_ns] = of_agent.RunSlowEnded(round=event.round, pace=event.pace)
-            case of_agent.RunSlowEnded():
-                self.slow_run[event.pace.since_ns] = event
+            case of_agent.SlowRankFound(slow=slow):
+                ranks[slow.since_ns, slow.rank] = of_agent.SlowRankEnded(round=event.round, slow=slow)
+            case of_agent.SlowRankEnded(slow=slow):
+                ranks[slow.since_ns, slow.rank] = event
+            case of_agent.RunSlowed(pace=pace):
+                run[pace.since_ns] = of_agent.RunSlowEnded(round=event.round, pace=pace)
+            case of_agent.RunSlowEnded(pace=pace):
+                run[pace.since_ns] = event
 
     def _loss(self, line: EventLine, **known: Any) -> NodeLoss:
         node = -1 if line.node is None else line.node
@@ -255,11 +236,15 @@ class RoundBuilder(Struct):
             failure, category=category, signal=signal_name(signal_of(failure.exitcode))
         )
 
-    def _take_end(self, when: int, node: int) -> None:
-        self.ended.add(node)
-        begin = self.final_ns.get(node)
-        if begin is not None and when >= begin:
-            self.history.seconds = max(self.history.seconds or 0.0, (when - begin) / 1e9)
+    def _reached(self, what: str, node: int, when: int) -> NodeTimes:
+        """The first of them counts: workers_stopped comes after workers_succeeded, too, and a round may become final
+        again for an agent that died in it and came back."""
+        times = self.times.get(node)
+        if times is None:
+            times = self.times[node] = NodeTimes(self.history.index, node)
+        if getattr(times, what) is None:
+            setattr(times, what, when)
+        return times
 
     def _take_stacks(self, event: of_agent.StacksTaken, when: int, node: int) -> None:
         for status in rank_statuses(event.beats, node=node, when=when):
@@ -275,32 +260,19 @@ class RoundBuilder(Struct):
             self.stacks.setdefault(("", states.get(rank, ""), ()), []).append(rank)
 
     def build(self) -> RoundHistory:
-        failures = {**self.reported, **self.failures}
         history = self.history
-        history.nodes = _by_key(self.nodes)
-        history.failures = _by_key(failures)
-        history.ends = _by_key(self.ends) if failures or self.lost or self.own else ()
+        known: dict[str, dict[int, Any]] = {"nodes": self.nodes, "times": self.times, "lost_nodes": self.lost}
+        known |= {"failures": {**self.reported, **self.failures}, "rank_statuses": self.rank_statuses}
+        for name, values in {**known, **self.others}.items():
+            setattr(history, name, tuple(values[key] for key in sorted(values)))
+        if not history.broken:
+            history.ends = ()
         history.in_process = tuple(sorted(history.in_process, key=lambda one: (one.iteration, one.reported_ns)))
-        history.fresh_starts = tuple(sorted(self.fresh_starts.items()))
-        history.replaced = _by_key(self.replaced)
-        history.lost_nodes = _by_key(self.lost)
-        history.own_failures = _by_key(self.own)
-        history.succeeded_nodes = frozenset(self.succeeded)
-        history.stopping_reasons = tuple(self.stopping)
-        history.stopping_ns = tuple(sorted(self.stopping_ns.items()))
-        history.rank_statuses = _by_key(self.rank_statuses)
-        history.activities = _by_key(self.activities)
-        history.sockets = _by_key(self.sockets)
-        history.stacks = _stack_groups(self.stacks)
-        history.threads = _stack_groups(self.threads)
-        history.slow_ranks = tuple(sorted(self.slow_ranks.values(), key=lambda one: one.slow.since_ns))
-        history.slow_run = tuple(one for _, one in sorted(self.slow_run.items()))
-        history.orphans = tuple(self.orphans)
+        history.started_ns = min((one.final_ns for one in history.times if one.final_ns is not None), default=None)
+        lasted = [one.ended_ns - one.final_ns for one in history.times if one.ended_ns and one.final_ns]
+        history.seconds = max((time / 1e9 for time in lasted if time >= 0), default=None)
+        history.stacks, history.threads = _stack_groups(self.stacks), _stack_groups(self.threads)
         return history
-
-
-def _by_key(found: Mapping[int, _T]) -> tuple[_T, ...]:
-    return tuple(found[key] for key in sorted(found))
 
 
 def _stack_groups(found: dict[tuple[str, str, tuple[str, ...]], list[int]]) -> tuple[StackGroup, ...]:

@@ -16,7 +16,6 @@ from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutputLoss, refused_hosts
-from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.agent_events import CheckpointCommitted, CheckpointNotCommitted, RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
@@ -87,6 +86,28 @@ class Replacement(Struct, frozen=True, kw_only=True):
     replaces_node: int
     replaces_host: str
     group_rank: int
+
+
+class NodeTimes(Struct, gc=False):
+    """One node's part in a round, as its agent reported it by its own wall clock; None: it did not."""
+
+    round: int
+    node: int
+    final_ns: int | None = None
+    """The round was agreed upon, and its workers were about to be started."""
+    started_ns: int | None = None
+    stopping_ns: int | None = None
+    ended_ns: int | None = None
+    succeeded: bool = False
+
+
+class AgentTimes(Struct):
+    """Beginnings and ends of the agents on one node, ascending: it may have been started several times."""
+
+    node: int
+    host: str
+    started_ns: list[int] = field(default_factory=list)
+    ended_ns: list[int] = field(default_factory=list)
 
 
 class WorkerEnd(NamedTuple):
@@ -170,10 +191,8 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     lost_nodes: tuple[NodeLoss, ...] = ()
     own_failures: tuple[NodeLoss, ...] = ()
     """Failures of this package's own (`NodeLoss.broke`); no node was lost by them."""
-    succeeded_nodes: frozenset[int] = frozenset()
+    times: tuple[NodeTimes, ...] = ()
     stopping_reasons: tuple[str, ...] = ()
-    stopping_ns: tuple[tuple[int, int], ...] = ()
-    """(node, when its agent began to end its workers, by its own wall clock)."""
     decision: RestartRecord | None = None
     progress: dict[int, Progress] = field(default_factory=dict)
     """Node → its agent's last report of what its workers have done."""
@@ -203,7 +222,8 @@ class RoundHistory(Struct, kw_only=True, dict=True):
 
     @property
     def succeeded(self) -> bool:
-        return bool(self.nodes) and self.succeeded_nodes >= {node.node for node in self.nodes}
+        succeeded = {one.node for one in self.times if one.succeeded}
+        return bool(self.nodes) and all(node.node in succeeded for node in self.nodes)
 
 
 class FailedAgent(Struct, frozen=True, kw_only=True):
@@ -290,7 +310,7 @@ class AttemptHistory(Struct, kw_only=True):
     not_committed: CheckpointNotCommitted | None = None
     """The last one that is not there, where it is a later one, or none could be written."""
     problems: tuple[str, ...] = ()
-    times: AttemptTimes = field(default_factory=AttemptTimes)
+    agents: tuple[AgentTimes, ...] = ()
     clocks: Clocks = NO_CLOCKS
 
     @property

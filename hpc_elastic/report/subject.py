@@ -137,7 +137,7 @@ def _beside_stopped(failure: WorkerFailure, part: RoundHistory) -> str:
     if stopped < 1:
         return ONLY_FAILURE
     others = "the other was" if stopped == 1 else "the others were" if len(ended) == 1 else f"{stopped} others were"
-    began = next((when for node, when in part.stopping_ns if node == failure.node), 0)
+    began = next((one.stopping_ns for one in part.times if one.node == failure.node), None) or 0
     if began < failure.ended_ns or not failure.ended_ns:
         they = "it" if stopped == 1 else "they"
         return f"first of {part.world_size}; {others} stopped before {they} could fail"

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.failures.ranking import FailureClass, Moment
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import SUPERVISOR
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
-from hpc_elastic.report.node_times import NodeTimes, node_offsets
+from hpc_elastic.report.clocks import SUPERVISOR, node_offsets
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, NodeTimes, RoundHistory, RunHistory
 from hpc_elastic.run.heartbeats import COUNTED, STEPS, ProgressSource
 
 
@@ -132,9 +131,10 @@ class PlacedAttempt:
     def __init__(self, attempt: AttemptHistory, *, source: ProgressSource = ProgressSource.UNKNOWN) -> None:
         self.attempt = attempt
         self._sources = (source,) if source is ProgressSource.COLLECTIVES else STEPS
-        self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
+        self._hosts = {agents.node: agents.host for agents in attempt.agents}
         self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
-        self.offsets = node_offsets(attempt.times.nodes, clocks=attempt.clocks)
+        finals = ({one.node: one.final_ns for one in item.times if one.final_ns} for item in attempt.rounds)
+        self.offsets = node_offsets(finals, clocks=attempt.clocks)
         self._shifts = {node: o.offset_ns for node, o in self.offsets.items() if abs(o.offset_ns) > NOT_SEEN_NS}
         self.losses: dict[int, dict[int, NodeLoss]] = {}
         for item in attempt.rounds:
@@ -142,13 +142,13 @@ class PlacedAttempt:
                 shift = self.loss_at(loss) - loss.gone_ns
                 self.losses.setdefault(loss.node, {})[item.index] = replace(loss, seen_ns=loss.seen_ns + shift)
         self.agent_starts = {
-            agents.node: [self.at(agents.node, when) for when in agents.started_ns] for agents in attempt.times.agents
+            agents.node: [self.at(agents.node, when) for when in agents.started_ns] for agents in attempt.agents
         }
         self.agent_ends = {
-            agents.node: [self.at(agents.node, when) for when in agents.ended_ns] for agents in attempt.times.agents
+            agents.node: [self.at(agents.node, when) for when in agents.ended_ns] for agents in attempt.agents
         }
         self._times: dict[int, list[NodeTimes]] = {}
-        for times in attempt.times.nodes:
+        for times in (one for item in attempt.rounds for one in item.times if one.node >= 0):
             self._times.setdefault(times.node, []).append(self._shifted(times))
         self.start_ns, self.end_ns = self._extent()
         found = {item.index: self._steps(item) for item in attempt.rounds}
@@ -182,7 +182,7 @@ class PlacedAttempt:
             if number + 1 < len(known):
                 later.append(known[number + 1][0])
             limit = min([*later, max(start, self.end_ns)])
-            _, _, _, began, stopped, ended, succeeded = item
+            began, stopped, ended = item.started_ns, item.stopping_ns, item.ended_ns
             loss = losses.get(item.round)
             lost = back = None
             if loss is not None and not loss.left:
@@ -194,7 +194,7 @@ class PlacedAttempt:
             running = end if began is None else min(max(start, began), stopping)
             done = self._known_steps.get(item.round)
             first_step = None if not steps_known else end if done is None else done.first_ns
-            stays.append(Stay(item.round, start, running, stopping, end, lost, back, succeeded, first_step))
+            stays.append(Stay(item.round, start, running, stopping, end, lost, back, item.succeeded, first_step))
             before = end
         return stays
 
@@ -264,9 +264,9 @@ class PlacedAttempt:
     def _shifted(self, times: NodeTimes) -> NodeTimes:
         if times.node not in self._shifts and times.node not in self.attempt.clocks.set_nodes:
             return times
-        values = (times.final_ns, times.started_ns, times.stopping_ns, times.ended_ns)
-        final, started, stopping, ended = (None if when is None else self.at(times.node, when) for when in values)
-        return times._replace(final_ns=final, started_ns=started, stopping_ns=stopping, ended_ns=ended)
+        names = ("final_ns", "started_ns", "stopping_ns", "ended_ns")
+        known = {name: when for name in names if (when := getattr(times, name)) is not None}
+        return replace(times, **{name: self.at(times.node, when) for name, when in known.items()})
 
     def _extent(self) -> tuple[int, int]:
         attempt = self.attempt
@@ -293,7 +293,7 @@ class PlacedAttempt:
         if stays and len(stays) == len(item.nodes):
             ends = [stay.stopping_ns for stay in stays.values()]
             # A hang's time is its last heartbeat; it ended nothing until it was found.
-            is_found = bool(item.stopping_ns)
+            is_found = any(one.stopping_ns for one in item.times)
             ends += [
                 self.failure_at(failure)
                 for failure in item.failures

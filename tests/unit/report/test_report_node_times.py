@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.report.node_times import read_offsets_ns
+from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 
 HOUR = 3600 * 10**9
