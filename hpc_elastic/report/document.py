@@ -6,30 +6,30 @@ come from `wording`, the verdict from `verdict`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, time_text
-from hpc_elastic.failures.classify import kind_of, wording_of
 from hpc_elastic.failures.excerpt import user_frame
-from hpc_elastic.failures.failure_text import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.advice import Advice, advise
-from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
+from hpc_elastic.report.blocks import AttemptEntry, Block, attempt_entries, hung_ranks, other_failures
+from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind
-from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without, verdict_of
+from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without
 from hpc_elastic.report.suspects import of_several
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence
+from hpc_elastic.run.node_score import NodeScore
 
 NOT_AVAILABLE = "<N/A>"
 ROOT_CAUSE = "Root Cause (first observed failure)"
@@ -45,57 +45,6 @@ _ASKED_TO_END = (Outcome.CANCELLED.value, Outcome.PREEMPTED.value, Outcome.TIMED
 _WITHOUT_FAILURE = (*_ASKED_TO_END, Outcome.SUCCEEDED.value, Outcome.SUPERSEDED.value)
 _MOST_CAUSES = 2
 _MOST_SUSPECTS = 3
-_Key = tuple[str, str, int]
-
-
-class SimilarFailures(Struct, frozen=True, kw_only=True):
-    """Failures whose words differ in numbers, addresses and paths at most."""
-
-    members: tuple[WorkerFailure, ...]
-
-    @property
-    def first(self) -> WorkerFailure:
-        return self.members[0]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(failure.global_rank for failure in self.members))
-
-
-class Fold(SimilarFailures, frozen=True, kw_only=True):
-    wordings: tuple[SimilarFailures, ...]
-    """The most frequent first, then by their words; of what is no symptom there is one."""
-
-    @property
-    def headline(self) -> str:
-        return self.wordings[0].first.headline
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(f.host for f in sorted(self.members, key=lambda f: (f.node, f.host))))
-
-
-def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS) -> tuple[Fold, ...]:
-    """Group failures by their kind; groups and their members by time, then rank.
-
-    Which ranks are in which group does not depend on which was first.
-    """
-    groups: dict[_Key, dict[_Key, list[WorkerFailure]]] = {}
-    members: dict[_Key, list[WorkerFailure]] = {}
-    for failure in sorted(failures, key=lambda f: (clocks.of_failure(f).at_ns, f.global_rank)):
-        kind = kind_of(failure)
-        groups.setdefault(kind, {}).setdefault(wording_of(failure), []).append(failure)
-        members.setdefault(kind, []).append(failure)
-    return tuple(
-        Fold(members=tuple(members[kind]), wordings=_by_frequency(wordings)) for kind, wordings in groups.items()
-    )
-
-
-def _by_frequency(wordings: dict[_Key, list[WorkerFailure]]) -> tuple[SimilarFailures, ...]:
-    found = [(key, SimilarFailures(members=tuple(members))) for key, members in wordings.items()]
-    if len(found) > 1:
-        found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
-    return tuple(same for _, same in found)
 
 
 class Fact(NamedTuple):
@@ -106,16 +55,6 @@ class Fact(NamedTuple):
     text: str
 
 
-class RoundEntry(Struct, frozen=True, kw_only=True):
-    part: RoundHistory
-    size: str
-    how: str
-    failure: str
-    """The cause; empty: nothing broke it."""
-    alike: str
-    """Equal for rounds that ended in the same way; empty: this one is like no other."""
-
-
 class Finding(Struct, frozen=True, kw_only=True):
     title: str
     """``Root Cause (first observed failure)``; or, where there is none, the sentence that says so."""
@@ -123,11 +62,13 @@ class Finding(Struct, frozen=True, kw_only=True):
     place: str = ""
     facts: tuple[Fact, ...] = ()
     evidence: WorkerFailure | None = None
+    lost: str = ""
+    """Why its stderr is not in its file; empty: it is."""
     details: tuple[Fact, ...] = ()
     """Search terms: exit code, file, time."""
 
 
-class Document(Struct, frozen=True, kw_only=True):
+class Document(Struct, frozen=True, kw_only=True, dict=True):
     history: RunHistory
     subject: Subject
     shown: AttemptHistory | None
@@ -149,6 +90,23 @@ class Document(Struct, frozen=True, kw_only=True):
     @property
     def advice(self) -> tuple[Advice, ...]:
         return advise(self.history, self.goodput)
+
+    @cached_property
+    def attempts(self) -> tuple[AttemptEntry, ...]:
+        return attempt_entries(self.history)
+
+    @property
+    def bad_nodes(self) -> list[tuple[NodeScore, bool]]:
+        """Each with whether later attempts do without it."""
+        return [(score, score.node in self.history.excluded) for score in self.history.bad_nodes]
+
+    def others(self, *, is_counted: bool = False) -> Block | None:
+        part = self.subject.round
+        return other_failures(part, self.subject.verdict, is_counted=is_counted) if part is not None else None
+
+    @property
+    def stacks(self) -> list[Block]:
+        return hung_ranks(self.subject.round) if self.subject.round is not None else []
 
     @property
     def lines(self) -> list[tuple[str, Fact]]:
@@ -276,6 +234,7 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure) -
             *_causes(found.causes if found else ()),
         ),
         evidence=failure,
+        lost=wording.describe_lost_stderr(subject.attempt, failure),
         details=(
             Fact("exitcode", wording.describe_exit(failure)),
             Fact("error_file", failure.error_file or NOT_AVAILABLE),
@@ -366,33 +325,3 @@ def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) 
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         notes.append(Fact("incomplete", f"{problems[0]}{more}"))
     return notes
-
-
-def round_entry(
-    history: RunHistory, attempt: AttemptHistory, part: RoundHistory, *, separator: str = "_"
-) -> RoundEntry:
-    """How a round ended, in one line; `separator` stands between a date and a time."""
-    verdict = verdict_of(part)
-    size = wording.describe_size(part)
-    alike = failure = ""
-    if verdict.cause is not Cause.NONE:
-        failure = verdict.summary
-        others = len(part.failures) - (1 if verdict.failure is not None else 0)
-        how = f"{verdict.summary}{f' (+{others} more)' if others else ''}"
-        where = verdict.failure.global_rank if verdict.failure is not None else None
-        where = verdict.lost_node.node if where is None and verdict.lost_node is not None else where
-        unknown = verdict.failure if verdict.cause is Cause.UNKNOWN else None
-        same = kind_of(unknown)[0] if unknown is not None else verdict.fingerprint
-        alike = "" if part.in_process or part.fresh_starts else f"{size}|{same}|{where}|{others}"
-    elif part.succeeded:
-        how = "all workers ended with 0"
-    elif part.stopping_reasons:
-        how = f"stopped: {part.stopping_reasons[0]}"
-    elif part.failures:
-        how = "ended by this job"
-    elif attempt.outcome or attempt is not history.attempts[-1]:
-        how = "no end is recorded"
-    else:
-        since = f", since {time_text(part.started_ns, separator=separator)}" if part.started_ns else ""
-        how = f"no end yet{since}"
-    return RoundEntry(part=part, size=size, how=how, alike=alike, failure=failure)

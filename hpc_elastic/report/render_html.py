@@ -19,8 +19,9 @@ from msgspec import Struct
 from hpc_elastic.base.text import local_time, milliseconds_text, plural, safe_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
+from hpc_elastic.report.blocks import AttemptEntry, RoundEntry
 from hpc_elastic.report.clocks import NOTABLE_NS
-from hpc_elastic.report.document import NOT_AVAILABLE, Document, round_entry
+from hpc_elastic.report.document import NOT_AVAILABLE, Document
 from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_html_chart import (
@@ -133,7 +134,7 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         zooms=ZOOMS,
         stacks=stacks_of(subject.attempt, subject.round),
         failures=failures,
-        **_attempts(history),
+        **_attempts(document.attempts),
         windows=windows,
         notes=notes,
         links=links,
@@ -223,35 +224,35 @@ def _zone(when_ns: int | None) -> str:
     return f"UTC{offset[:3]}:{offset[3:5]}" if offset else "local time"
 
 
-def _attempts(history: RunHistory) -> dict[str, Any]:
-    total = sum(len(attempt.rounds) for attempt in history.attempts)
+def _attempts(entries: Sequence[AttemptEntry]) -> dict[str, Any]:
+    total = sum(len(entry.rounds) for entry in entries)
     skipped = max(0, total - ROUNDS)
     attempts, seen = [], 0
-    for attempt in history.attempts:
+    for entry in entries:
+        attempt = entry.attempt
         lasted = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
         job = f" (job {attempt.job_id})" if attempt.job_id else ""
         code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
-        end = f"{wording.describe_outcome(history, attempt)}{code}"
-        parts = attempt.rounds[max(0, skipped - seen) :]
-        seen += len(attempt.rounds)
+        rounds = entry.rounds[max(0, skipped - seen) :]
+        seen += len(entry.rounds)
         is_decided = attempt.decision and attempt.outcome != "succeeded"
         attempts.append(
             {
-                "title": f"Attempt {attempt.number}{job}: {clock_time(attempt.started_ns)}{lasted}: {end}",
-                "rounds": [(_round(history, attempt, part), part) for part in parts],
+                "title": f"Attempt {attempt.number}{job}: {clock_time(attempt.started_ns)}{lasted}: {entry.end}{code}",
+                "rounds": [(one, _how(attempt, one)) for one in rounds],
                 "decision": wording.describe_decision(attempt.decision) if is_decided else "",
             }
         )
     return {"attempts": attempts, "rounds_left_out": (skipped, total) if skipped else ()}
 
 
-def _round(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> dict[str, str]:
-    entry = round_entry(history, attempt, part, separator=" ")
-    how = [shorten(entry.how, 240)]
+def _how(attempt: AttemptHistory, entry: RoundEntry) -> str:
+    part = entry.part
+    how = [shorten(entry.how, 240) + (f", since {clock_time(entry.since_ns)}" if entry.since_ns else "")]
     how += wording.describe_after_round(attempt, part)[:1] if entry.failure else []
     how += wording.describe_fresh_starts(part.fresh_starts)
     how += wording.describe_restarts(part.in_process, everything=False)
-    return {"size": entry.size, "how": _arrow(shorten("; ".join(how), 500))}
+    return _arrow(shorten("; ".join(how), 500))
 
 
 def _clock_notes(parts: Sequence[PlacedAttempt]) -> list[str]:

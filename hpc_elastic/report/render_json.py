@@ -13,9 +13,10 @@ from hpc_elastic.base.files import json_text
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.excerpt import user_frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.document import Document, Fold, fold_failures
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
+from hpc_elastic.report.document import Document
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode
 from hpc_elastic.report.incidents import InProcessRestart
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Verdict
@@ -44,7 +45,7 @@ def render_json(document: Document) -> dict[str, Any]:
         "verdict": _verdict(document),
         "goodput": {"share": measured.share, **_values(measured)},
         "advice": [_values(one) for one in document.advice],
-        "bad_nodes": [_bad_node(history, score) for score in history.bad_nodes],
+        "bad_nodes": [_bad_node(*one) for one in document.bad_nodes],
         "problems": list(history.problems),
         "attempts": [_attempt(part) for part in history.attempts],
     }
@@ -77,13 +78,13 @@ def _values(record: Struct, *, without: tuple[str, ...] = (), optional: tuple[st
     return value
 
 
-def _bad_node(history: RunHistory, score: NodeScore) -> dict[str, Any]:
+def _bad_node(score: NodeScore, is_excluded: bool) -> dict[str, Any]:
     names = ("kind", "why", "at_ns", "attempt", "round")
     evidence = [to_builtins(item) for item in score.evidence[:MOST_EVIDENCE]]
     return {
         "node": score.node,
         "score": score.score,
-        "excluded": score.node in history.excluded,
+        "excluded": is_excluded,
         "until_ns": score.until_ns,
         "evidence": [{name: item[name] for name in names} for item in evidence],
     }

@@ -15,14 +15,13 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.failures.excerpt import make_excerpt
 from hpc_elastic.failures.failure_text import summary_line
-from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
-from hpc_elastic.report.clocks import Clocks
-from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, fold_failures, round_entry
+from hpc_elastic.report.blocks import AttemptEntry, Block, RoundEntry
+from hpc_elastic.report.document import Document, Fact
 from hpc_elastic.report.goodput import Cost, Goodput, cost_text, describe_progress, goodput_text, is_worth_showing
-from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
-from hpc_elastic.report.verdict import Cause, Confidence, Verdict
+from hpc_elastic.report.history import AttemptHistory
+from hpc_elastic.report.verdict import Confidence
 
 DEFAULT_LINES = 40
 DEFAULT_WIDTH = 120
@@ -33,7 +32,6 @@ _OTHERS = 5
 _HISTORY = 9
 _JOB_LOG_HISTORY = 5
 _JOB_LOG_LINES = 24
-_CONSEQUENCES = (FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US)
 _BAD_NODES = 3
 _TRACEBACK_MOST = 20
 _TRACEBACK_LEAST = 4
@@ -46,21 +44,19 @@ _SHOW_ALL = "(--all shows them)"
 
 def render_job_log(document: Document, *, width: int = DEFAULT_WIDTH) -> str:
     """Render the end of a job log: a traceback that the log has is not repeated, consequences are counted."""
-    finding, part = document.finding, document.subject.round
+    finding, part, stacks = document.finding, document.subject.round, document.stacks
     names = {"kind", "reason", "caused by"}
     is_sure = document.subject.verdict.confidence is Confidence.HIGH and finding.evidence is not None
     names |= set() if is_sure else {"verdict"}
     finding = replace(finding, facts=tuple(fact for fact in finding.facts if fact.name in names))
     failure = finding.evidence
     cause = _cause(replace(document, finding=replace(finding, evidence=None, details=())), width, lines=None, most=2)
-    rest = []
-    if part is not None:
-        rest = _others(part, document.subject.verdict, width, cap=3, is_counted=True)
-        rest += _stacks(part, width, cap=_OTHERS, is_short=True)
-    rest += [*_done(document, width), *_bad_nodes(document.history, width, cap=_BAD_NODES)]
+    rest = _block(document.others(is_counted=True), width, cap=3)
+    rest += [line for block in stacks[:1] for line in _block(block, width, cap=_OTHERS)]
+    rest += [*_done(document, width), *_bad_nodes(document, width, cap=_BAD_NODES)]
     rest += _past(document, width, cap=_JOB_LOG_HISTORY)
     alike = [f for f in part.failures if f.fingerprint == failure.fingerprint] if part and failure else []
-    if failure and not any(one.is_shown for one in (failure, *alike)) and not (part and wording.known_stacks(part)):
+    if failure and not any(one.is_shown for one in (failure, *alike)) and not stacks:
         room = _JOB_LOG_LINES - len(cause) - len(rest) - len(document.notes)
         cause += _traceback(failure, width, max(_TRACEBACK_LEAST, min(_CONSEQUENCE_MOST, room)), lost="")
     return _framed(_head(document, width), [*cause, *rest])
@@ -81,12 +77,10 @@ def render_text(
     everything = max_lines is None
     width = _WHOLE if everything else max(_NARROWEST, width)
     head = _head(document, width)
-    done = [*_done(document, width), *_bad_nodes(document.history, width, cap=None if everything else _BAD_NODES)]
+    done = [*_done(document, width), *_bad_nodes(document, width, cap=None if everything else _BAD_NODES)]
     past = _past(document, width, cap=None if everything else _HISTORY)
-    others: list[str] = []
-    if (part := document.subject.round) is not None:
-        others = _others(part, document.subject.verdict, width, cap=None if everything else _OTHERS)
-        others += _stacks(part, width, cap=None if everything else _OTHERS)
+    blocks = (document.others(), *document.stacks)
+    others = [line for block in blocks for line in _block(block, width, cap=None if everything else _OTHERS)]
     fixed = len(head) + len(done) + len(past) + len(others) + 4
     left = None if max_lines is None else max_lines - fixed
     cause = _cause(document, width, lines=left, most=None if everything or is_file else _HEADLINE_LINES)
@@ -139,8 +133,7 @@ def _cause(document: Document, width: int, *, lines: int | None, most: int | Non
     left = None
     if lines is not None:
         left = max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(found) - len(details)))
-    lost = _lost_stderr(document.subject.attempt, finding.evidence)
-    return found + _traceback(finding.evidence, width, left, lost=lost) + details
+    return found + _traceback(finding.evidence, width, left, lost=finding.lost) + details
 
 
 def _fields(facts: Sequence[Fact], width: int) -> list[str]:
@@ -155,16 +148,6 @@ def _fields(facts: Sequence[Fact], width: int) -> list[str]:
     return lines
 
 
-def _lost_stderr(attempt: AttemptHistory | None, failure: WorkerFailure) -> str:
-    """Why its stderr is not in its file; empty where it is."""
-    for loss in attempt.output_lost if attempt is not None else ():
-        for stream in loss.streams:
-            if (stream.round, stream.rank, stream.stream) == (failure.round, failure.global_rank, "stderr"):
-                where = "" if stream.not_in_job_log else "; the job log has it"
-                return f"what it printed is not in its file: {loss.reason}{where}" if stream.not_in_file else ""
-    return ""
-
-
 def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: str) -> list[str]:
     excerpt = make_excerpt(failure, lost=lost, most=lines)
     if excerpt is None:
@@ -173,112 +156,28 @@ def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: s
     return [field, *(fit_traceback(f"    {line}", width).rstrip() for line in excerpt.lines)]
 
 
-def _others(
-    part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None, is_counted: bool = False
-) -> list[str]:
-    """The failures beside the root cause. `is_counted`: its consequences, and the same on other ranks, as a number."""
-    is_known = verdict.cause is not Cause.UNKNOWN
-    root = verdict.failure if is_known else None
-    rest = [failure for failure in part.failures if failure is not root]
-    lost = [loss for loss in part.lost_nodes if loss is not verdict.lost_node]
-    if not rest and not lost:
+def _block(block: Block | None, width: int, *, cap: int | None) -> list[str]:
+    if block is None:
         return []
-    if is_counted and is_known:
-        same = set(verdict.same_failure)
-        follows = [one.failure_class in _CONSEQUENCES or one.global_rank in same for one in rest]
-        counted = wording.count_failures([one for one, does in zip(rest, follows, strict=True) if does])
-        rest = [one for one, does in zip(rest, follows, strict=True) if not does]
-        if not rest and not lost:
-            return [fit(f"  {counted}", width)]
-    order = list(wording.FAILURE_WORDS)
-    folds = sorted(fold_failures(rest, part.clocks), key=lambda fold: order.index(fold.first.failure_class))
-    lines = [f"  {clean_line(wording.describe_silence(loss))}" for loss in lost]
-    for fold in folds:
-        lines.append(_fold_line(fold, root, verdict, part.clocks, limit=None if cap is None else 30))
-        if cap is None and len(fold.wordings) > 1:
-            lines += [f"    {ranks_text(w.ranks)}: {brief(w.first.headline)}" for w in fold.wordings]
-    if cap is not None and len(lines) > cap:
-        hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
-        lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds {_SHOW_ALL}"]
-    lines = [fit(line, width) for line in lines]
-    if is_counted and is_known and counted:
-        lines.append(fit(f"  {counted}", width))
-    if is_known:
-        return [f"Other failures in that round: {len(rest) + len(lost)}", *lines]
-    lines.insert(0, f"Failures in that round: {len(rest) + len(lost)}")
-    if (first := verdict.failure) is not None:
-        lines.append(f"What rank {first.global_rank} on {first.host} printed, the first of them:")
-        lines += _traceback(first, width, None if cap is None else _CONSEQUENCE_MOST, lost="")
+    if cap is not None and block.short:
+        return [fit(block.short, width)]
+    shown = block.lines if cap is None or len(block.lines) <= cap else block.lines[: cap - 1]
+    lines = [block.title] if block.title else []
+    for ranks, text, details in shown:
+        whose = ranks_text(ranks, limit=None if cap is None else block.most_ranks) if ranks else ""
+        lines.append(f"  {whose}{text}")
+        lines += [f"    {ranks_text(ranks)}{text}" for ranks, text, _ in details if cap is None]
+    if hidden := block.lines[len(shown) :]:
+        more = block.more.format(ranks=sum(len(line.ranks) for line in hidden), lines=len(hidden))
+        lines.append(f"  ... {more} {_SHOW_ALL}")
+    lines = [fit(line, width) for line in (*lines, block.foot) if line]
+    if block.evidence is not None:
+        lines += _traceback(block.evidence, width, None if cap is None else _CONSEQUENCE_MOST, lost="")
     return lines
 
 
-def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks: Clocks, *, limit: int | None) -> str:
-    first = fold.first
-    hosts = clean_line(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
-    what = wording.FAILURE_WORDS[first.failure_class] if first.failure_class is not FailureClass.ROOT else ""
-    if root is not None and set(fold.ranks) <= set(verdict.same_failure):
-        what = "the same failure"
-    label = ", ".join(filter(None, (what, f"in {len(fold.wordings)} wordings" if len(fold.wordings) > 1 else "")))
-    at = time_text(clocks.of_failure(first).at_ns, date=False, fine=True)
-    whose = f"{ranks_text(fold.ranks, limit=limit)} on {hosts}, from {at}"
-    return f"  {whose}{f' [{label}]' if label else ''}: {brief(fold.headline)}"
-
-
-def _stacks(part: RoundHistory, width: int, *, cap: int | None, is_short: bool = False) -> list[str]:
-    stacks = wording.known_stacks(part)
-    if not stacks:
-        return []
-    limit = None if cap is None else 40
-    lines = [f"  {ranks_text(group.ranks, limit=limit)}: {_where_stood(group)}" for group in stacks]
-    if cap is not None and len(lines) > cap:
-        hidden = sum(len(group.ranks) for group in stacks[cap - 1 :])
-        lines = [*lines[: cap - 1], f"  ... {hidden} more ranks {_SHOW_ALL}"]
-    title = "Where each rank's main thread was (innermost call first):"
-    if is_short:
-        return [fit(line, width) for line in (title, *lines)]
-    lines = [title, *lines, *_threads(part, is_short=cap is not None), *_heartbeats(part, cap=cap)]
-    return [fit(line, width) for line in lines]
-
-
-def _where_stood(group: StackGroup) -> str:
-    if not group.stack:
-        return f"no Python stack; {clean_line(group.state)}" if group.state else "no Python stack"
-    # ``/a/b/train.py:44 step`` -> ``step (train.py:44)``
-    frames = [clean_line(frame).partition(" ") for frame in reversed(group.stack[-3:])]
-    return " < ".join(f"{function} ({place.rsplit('/', 1)[-1]})" for place, _, function in frames)
-
-
-def _threads(part: RoundHistory, *, is_short: bool) -> list[str]:
-    if not part.threads:
-        return []
-    if is_short:
-        return [f"  other threads: {plural(len(part.threads), 'more place')} (--all shows them; stacks.txt has all)"]
-    lines = []
-    for group in part.threads:
-        name = f" [{clean_line(group.name)}]" if group.name else ""
-        lines.append(f"  {ranks_text(group.ranks)}{name}: {_where_stood(group)}")
-    return ["Where the other threads were:", *lines]
-
-
-def _heartbeats(part: RoundHistory, *, cap: int | None) -> list[str]:
-    groups: dict[tuple[int, str], list[RankStatus]] = {}
-    for status in part.rank_statuses:
-        step = status.counted_steps if status.step is None else status.step
-        groups.setdefault((-1 if step is None else step, status.section), []).append(status)
-    lines = []
-    for (_, section), statuses in sorted(groups.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1])):
-        at = f"at {statuses[0].at}" if statuses[0].step is not None else statuses[0].at
-        ages = [status.age for status in statuses]
-        silent = "-".join(dict.fromkeys((f"{min(ages):.1f}", f"{max(ages):.1f}")))
-        whose = ranks_text([status.rank for status in statuses], limit=None if cap is None else 40)
-        lines.append(f"  {whose}: {at}, section {clean_line(section)!r}, silent for {silent} s")
-    if cap is not None and len(lines) > cap:
-        lines = [*lines[: cap - 1], f"  ... {len(lines) - cap + 1} more steps and sections {_SHOW_ALL}"]
-    return ["Last heartbeats:", *lines] if lines else []
-
-
 def _done(document: Document, width: int) -> list[str]:
-    shown, lines = document.shown, [brief(line) for line in document.done]
+    shown, lines = document.shown, [wording.brief(line) for line in document.done]
     if not lines and document.subject.round is None:
         return []
     if not lines:
@@ -289,13 +188,13 @@ def _done(document: Document, width: int) -> list[str]:
     return ["Recovery:", *(part for line in lines for part in _split_words(f"  {line}", width))]
 
 
-def _bad_nodes(history: RunHistory, width: int, *, cap: int | None) -> list[str]:
+def _bad_nodes(document: Document, width: int, *, cap: int | None) -> list[str]:
     lines = []
-    for index, score in enumerate(history.bad_nodes[:cap]):
-        done = ": left out of later attempts" if score.node in history.excluded else ""
+    for index, (score, is_excluded) in enumerate(document.bad_nodes[:cap]):
+        done = ": left out of later attempts" if is_excluded else ""
         head = "Bad nodes:" if index == 0 else "          "
         lines += _split_words(f"{head} {score.node} ({clean_line(score.why)}){done}", width)
-    if cap is not None and (more := len(history.bad_nodes) - cap) > 0:
+    if cap is not None and (more := len(document.bad_nodes) - cap) > 0:
         lines.append(f"           and {plural(more, 'more')} {_SHOW_ALL}")
     return lines
 
@@ -305,25 +204,20 @@ def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
 
     Where `cap` leaves no room for all, the last rounds are kept, and an attempt without rounds names its last failure.
     """
-    history = document.history
-    if not history.attempts:
+    if not document.attempts:
         return []
-    only = history.attempts[0]
+    only = document.attempts[0].attempt
     has_restarts = any(part.in_process or part.fresh_starts for part in only.rounds)
-    if len(history.attempts) == 1 and len(only.rounds) < 2 and not has_restarts:
+    if len(document.attempts) == 1 and len(only.rounds) < 2 and not has_restarts:
         return _split_words(_only_attempt(document, only), width)
-    everything = cap is None
-    blocks = [
-        (attempt, _round_lines(history, attempt, document.goodput, everything=everything))
-        for attempt in history.attempts
-    ]
+    blocks = [(entry, _round_lines(entry, document.goodput, everything=cap is None)) for entry in document.attempts]
     hidden = 0
     if cap is not None and sum(1 + len(rounds) for _, rounds in blocks) > cap:
         hidden = max(0, len(blocks) - (cap + 1) // 2)
         blocks = _cut_to(blocks[hidden:], cap - (1 if hidden else 0))
     lines = [f"  ... {plural(hidden, 'earlier attempt')} {_SHOW_ALL}"] if hidden else []
-    for attempt, rounds in blocks:
-        lines.append(_attempt_line(history, attempt, is_alone=not rounds))
+    for entry, rounds in blocks:
+        lines.append(_attempt_line(entry, is_alone=not rounds))
         lines += rounds
     return ["Attempts and rounds:", *(fit(line, width) for line in lines), *_goodput(document, width)]
 
@@ -339,7 +233,7 @@ def _only_attempt(document: Document, attempt: AttemptHistory) -> str:
     return f"Ran {when}{lasted}: {size}, {rounds}"
 
 
-def _cut_to(blocks: list[tuple[AttemptHistory, list[str]]], lines: int) -> list[tuple[AttemptHistory, list[str]]]:
+def _cut_to(blocks: list[tuple[AttemptEntry, list[str]]], lines: int) -> list[tuple[AttemptEntry, list[str]]]:
     """Every attempt, and of the last ones as many rounds as there is room for."""
     room, kept = lines - len(blocks), []
     for attempt, rounds in reversed(blocks):
@@ -352,30 +246,28 @@ def _cut_to(blocks: list[tuple[AttemptHistory, list[str]]], lines: int) -> list[
     return kept[::-1]
 
 
-def _attempt_line(history: RunHistory, attempt: AttemptHistory, *, is_alone: bool) -> str:
+def _attempt_line(entry: AttemptEntry, *, is_alone: bool) -> str:
+    attempt = entry.attempt
     job = f" (job {attempt.job_id})" if attempt.job_id else ""
     when = f" {time_text(attempt.started_ns)}" if attempt.started_ns else ""
     lasted = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     nodes = f", {plural(len(attempt.nodes), 'node')}" if attempt.nodes else ""
     code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
-    end = wording.describe_outcome(history, attempt)
-    broken = (round_entry(history, attempt, part) for part in reversed(attempt.rounds)) if is_alone else ()
-    last = next((entry for entry in broken if entry.failure), None)
+    last = next((one for one in reversed(entry.rounds) if is_alone and one.failure), None)
     if last is not None:
-        code = f", at last in round {last.part.index}: {brief(last.failure)}"
+        code = f", at last in round {last.part.index}: {wording.brief(last.failure)}"
     elif attempt.outcome not in ("", Outcome.SUCCEEDED.value, Outcome.FAILED.value) and attempt.reason:
-        code += f": {brief(attempt.reason)}"
-    return f"  attempt {attempt.number}{job}{when}{nodes}{lasted}: {end}{code}"
+        code += f": {wording.brief(attempt.reason)}"
+    return f"  attempt {attempt.number}{job}{when}{nodes}{lasted}: {entry.end}{code}"
 
 
-def _round_lines(history: RunHistory, attempt: AttemptHistory, goodput: Goodput, *, everything: bool) -> list[str]:
+def _round_lines(attempt: AttemptEntry, goodput: Goodput, *, everything: bool) -> list[str]:
     costs: dict[int, list[Cost]] = {}
     for cost in goodput.costs:
-        if cost.attempt == attempt.number:
+        if cost.attempt == attempt.attempt.number:
             costs.setdefault(cost.round, []).append(cost)
     groups: list[list[RoundEntry]] = []
-    for part in attempt.rounds:
-        entry = round_entry(history, attempt, part)
+    for entry in attempt.rounds:
         if groups and groups[-1][0].alike == entry.alike and entry.alike:
             groups[-1].append(entry)
         else:
@@ -386,9 +278,9 @@ def _round_lines(history: RunHistory, attempt: AttemptHistory, goodput: Goodput,
         name = f"rounds {parts[0].index}-{parts[-1].index}, alike" if more else f"round {parts[0].index}"
         lasted = f", {duration(parts[0].seconds)}" if parts[0].seconds is not None else ""
         lost = [cost for part in parts for cost in costs.get(part.index, ())]
-        lines.append(
-            f"    {name}: {first.size}{lasted}{cost_text(lost, steps_known=goodput.steps_known)}: {brief(first.how)}"
-        )
+        spent = cost_text(lost, steps_known=goodput.steps_known)
+        since = f", since {time_text(first.since_ns)}" if first.since_ns else ""
+        lines.append(f"    {name}: {first.size}{lasted}{spent}: {wording.brief(first.how)}{since}")
         restarts = wording.describe_fresh_starts(parts[0].fresh_starts)
         restarts += wording.describe_restarts(parts[0].in_process, everything=everything)
         lines += [f"      {clean_line(line)}" for line in restarts]
@@ -440,7 +332,7 @@ def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
 def headline_lines(text: str, width: int, *, most: int | None = _HEADLINE_LINES) -> list[str]:
     """The headline in at most so many lines, broken between words where there are any."""
     lines: list[str] = []
-    text, room = brief(text).strip(), width - 2
+    text, room = wording.brief(text).strip(), width - 2
     while text and (most is None or len(lines) < most):
         line = text[:room]
         if len(text) > room and (blank := text.rfind(" ", room // 2, room + 1)) > 0:
@@ -450,14 +342,6 @@ def headline_lines(text: str, width: int, *, most: int | None = _HEADLINE_LINES)
     if text:
         lines[-1] = f"{lines[-1][: room - 4].rstrip()} ..."
     return [f"  {line}" for line in lines] or ["  (no message)"]
-
-
-_CPP_PLACE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|hpp|h|cu):\d+\] ")
-
-
-def brief(text: str) -> str:
-    """One line, without the place in some library's C++ source that stands before what is meant."""
-    return _CPP_PLACE.sub("", clean_line(text))
 
 
 _FRAME = re.compile(r'(\s*(?:\| )*\s*File ")([^"]+)(", line \d+.*)')

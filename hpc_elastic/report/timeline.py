@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.document import Fold, fold_failures
+from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import NodeState, PlacedAttempt, Span

@@ -7,11 +7,12 @@ renderers' part.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
-from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text, time_text
+from hpc_elastic.base.text import clean_line, first_of, plural, ranges, ranks_text, seconds_text, time_text
 from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.contrast import wrong_input
 from hpc_elastic.failures.failure_text import Frame
@@ -71,6 +72,24 @@ def count_failures(failures: Sequence[WorkerFailure]) -> str:
     )
     kinds = [f"{name} x{count}" for name, count in counts.most_common()]
     return f"{plural(len(failures), 'other rank')} ended with it: {first_of(kinds, _MOST_NAMES)}"
+
+
+_CPP_PLACE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|hpp|h|cu):\d+\] ")
+
+
+def brief(text: str) -> str:
+    """One line, without the place in some library's C++ source that stands before what is meant."""
+    return _CPP_PLACE.sub("", clean_line(text))
+
+
+def describe_lost_stderr(attempt: AttemptHistory | None, failure: WorkerFailure) -> str:
+    """Why its stderr is not in its file; empty where it is."""
+    for loss in attempt.output_lost if attempt is not None else ():
+        for stream in loss.streams:
+            if (stream.round, stream.rank, stream.stream) == (failure.round, failure.global_rank, "stderr"):
+                where = "" if stream.not_in_job_log else "; the job log has it"
+                return f"what it printed is not in its file: {loss.reason}{where}" if stream.not_in_file else ""
+    return ""
 
 
 def describe_exit(failure: WorkerFailure) -> str:

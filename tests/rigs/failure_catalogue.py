@@ -13,7 +13,8 @@ from typing import Any
 from hpc_elastic.failures.patterns import symptom_kind
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
-from hpc_elastic.report.render_text import DEFAULT_LINES, brief, render_text
+from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
+from hpc_elastic.report.wording import brief
 from tests.rigs.golden_report import normalise
 from tests.rigs.local_run import LocalRun
 

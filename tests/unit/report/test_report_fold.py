@@ -14,8 +14,9 @@ from hpc_elastic.failures.failure_text import normalise_message
 from hpc_elastic.failures.patterns import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import Fold, build_document, fold_failures
+from hpc_elastic.report.document import build_document
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
