@@ -59,17 +59,17 @@ class Goodput(Struct, frozen=True, kw_only=True):
     """Seconds of wall time, from the start of the first attempt, which add up to `wall`."""
 
     wall: float
-    training: float
+    training: float = 0.0
     """All workers ran, and where steps are known, they had begun: `kept`, `recomputed`, `hanging` and
     `checkpointing` together."""
-    starting: float
+    starting: float = 0.0
     """The time until all workers ran first; where steps are known, until the first step."""
-    interrupted: float
+    interrupted: float = 0.0
     """The time after a failure, a restart within the processes or a change of the membership, without the queue: until
     all ran again; where steps are known, until the next step.
     """
-    queued: float
-    ending: float
+    queued: float = 0.0
+    ending: float = 0.0
     """The time after the last workers had ended well; where steps are known, after the last step."""
     steps_known: bool = False
     why_unknown: str = STEPS_UNKNOWN
@@ -164,7 +164,7 @@ def goodput_of(history: RunHistory, placed: Sequence[PlacedAttempt] | None = Non
     attempts = place_attempts(history) if placed is None else placed
     rounds = [times for part in attempts for times in part.rounds]
     if not attempts:
-        return Goodput(wall=0, training=0, starting=0, interrupted=0, queued=0, ending=0, costs=())
+        return Goodput(wall=0, costs=())
     account = _Account(history, attempts, rounds)
     for trained, times in sorted(
         ((one.trained_ns, one) for one in rounds if one.trained_ns is not None), key=lambda pair: pair[0]
@@ -178,7 +178,6 @@ class _Account:
 
     def __init__(self, history: RunHistory, attempts: Sequence[PlacedAttempt], rounds: Sequence[RoundTimes]) -> None:
         self._history = history
-        self._found = {(a.number, item.index): item for a in history.attempts for item in a.rounds}
         self._gaps = [(before.end_ns, max(before.end_ns, after.start_ns)) for before, after in pairwise(attempts)]
         self._start = self._cursor = attempts[0].start_ns
         self._end = max(part.end_ns for part in attempts)
@@ -193,7 +192,7 @@ class _Account:
         self._hung: dict[tuple[int, int], float] = {}
 
     def _find_why_unknown(self, rounds: Sequence[RoundTimes]) -> str:
-        known = [(self._found[one.attempt, one.round], one.steps) for one in rounds if one.steps is not None]
+        known = [(one.part, one.steps) for one in rounds if one.steps is not None]
         if not known:
             return STEPS_UNKNOWN
         if any(steps.redone > 0 and not item.in_process for item, steps in known):
@@ -222,16 +221,15 @@ class _Account:
         self._cursor, self._last = stop, times
 
     def _restarts_within(self, times: RoundTimes) -> float:
-        restarts = [one for one in self._found[times.attempt, times.round].in_process if not one.gave_up]
-        by_iteration = {one.iteration: one for one in restarts}
+        by_iteration = {one.iteration: one for one in times.part.in_process if not one.gave_up}
         for one in by_iteration.values():
             what = describe_restart(one)
-            self._costs.append(Cost(attempt=times.attempt, round=times.round, what=what, seconds=one.seconds))
+            self._costs.append(Cost(attempt=times.attempt, round=times.part.index, what=what, seconds=one.seconds))
         return sum(one.seconds for one in by_iteration.values())
 
     def _book_steps(self, times: RoundTimes, begin: int, stop: int, within: float) -> tuple[float, float]:
         """Book the time in which a round's workers ran. Returns the seconds until its first step, and the others."""
-        steps, item = times.steps, self._found[times.attempt, times.round]
+        steps, item = times.steps, times.part
         if steps is None:
             return max(0.0, (stop - begin) / 1e9 - within), 0.0
         self._checkpoints += steps.checkpoints
@@ -243,7 +241,7 @@ class _Account:
         done = core - saving - redone
         count = steps.last - steps.first
         lost = 0.0
-        resumed = self._resumed.get((times.attempt, times.round))
+        resumed = self._resumed.get(_key(times))
         if resumed is not None and resumed <= steps.last:
             lost = done if count <= 0 else min(done, done * (steps.last - resumed + 1) / count)
         booked = self._booked
@@ -264,14 +262,14 @@ class _Account:
         hangs = verdict.failure is not None and verdict.failure.failure_class is FailureClass.HANG
         if hangs or item.suspected_ns > steps.last_ns:
             booked["hanging"] += tail
-            self._hung[times.attempt, times.round] = tail
+            self._hung[_key(times)] = tail
         elif is_open:
             booked["kept"] += tail
         else:
             booked["recomputed"] += tail
             lost += tail
         booked["training"] += tail
-        self._lost[times.attempt, times.round] = lost
+        self._lost[_key(times)] = lost
         return warm, core + tail
 
     def close(self, final: RoundTimes | None) -> Goodput:
@@ -281,11 +279,9 @@ class _Account:
         last = self._last
         if last is None:
             self._booked["starting"] += rest
-        elif final is not None and (
-            self._found[last.attempt, last.round].broken or (last.attempt, last.round) != (final.attempt, final.round)
-        ):
+        elif final is not None and (last.part.broken or last.part is not final.part):
             self._booked["interrupted"] += rest
-            ended_well = self._found[final.attempt, final.round].succeeded  # too soon to be seen to be up
+            ended_well = final.part.succeeded  # too soon to be seen to be up
             self._add_cost(last, rest + waited, waited, recovered=bool(self._why_unknown) and ended_well)
         else:
             self._booked["ending"] += rest
@@ -303,15 +299,15 @@ class _Account:
     def _add_cost(
         self, times: RoundTimes, seconds: float, queued: float, *, recovered: bool, after: RoundTimes | None = None
     ) -> None:
-        item = self._found[times.attempt, times.round]
+        item = times.part
         verdict = verdict_of(item)
         is_failure = verdict.cause is not Cause.NONE
-        recomputed = self._lost.get((times.attempt, times.round), 0.0)
+        recomputed = self._lost.get(_key(times), 0.0)
         what = verdict.summary
         if not is_failure:
-            following = self._found.get((times.attempt, times.round + 1))
-            attempt = next((a for a in self._history.attempts if a.number == times.attempt), None)
-            reasons = [*item.stopping_reasons, *(one.reason for one in (following, attempt) if one is not None)]
+            attempt = next(one for one in self._history.attempts if one.number == times.attempt)
+            following = [one.reason for one in attempt.rounds if one.index == item.index + 1]
+            reasons = [*item.stopping_reasons, *following, attempt.reason]
             what = next(filter(None, reasons), "its workers ended, and no reason is recorded")
         host = item.lost_nodes[0].host if item.lost_nodes else ""
         if verdict.failure is not None:
@@ -319,9 +315,9 @@ class _Account:
         self._costs.append(
             Cost(
                 attempt=times.attempt,
-                round=times.round,
+                round=item.index,
                 what=what,
-                seconds=seconds + recomputed + self._hung.get((times.attempt, times.round), 0.0),
+                seconds=seconds + recomputed + self._hung.get(_key(times), 0.0),
                 queued=queued,
                 recomputed=recomputed,
                 recovered=recovered,
@@ -349,10 +345,14 @@ def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
     least: int | None = None
     for times in reversed(rounds):
         if least is not None:
-            found[times.attempt, times.round] = least
+            found[_key(times)] = least
         if times.steps is not None and not times.steps.is_counted:
             least = times.steps.first if least is None else min(least, times.steps.first)
     return found
+
+
+def _key(times: RoundTimes) -> tuple[int, int]:
+    return times.attempt, times.part.index
 
 
 def _take_off(seconds: float, *parts: float) -> list[float]:

@@ -185,7 +185,7 @@ def draw_chart(
         )
     used = {span.state for row in every for span in row.spans}
     kinds = {mark.entry.kind for row in every for mark in row.marks}
-    rounds = [times for part in parts for times in part.rounds if times.round in part.extents]
+    rounds = [times for part in parts for times in part.rounds if times.part.index in part.extents]
     return {
         "grid": grid,
         "pictures": list(drawing.pictures),
@@ -242,8 +242,9 @@ def _labels(axis: Axis, rounds: Sequence[RoundTimes]) -> Iterator[tuple[str, str
     for times in rounds:
         place = axis.place(times.start_ns)
         if place >= free and place < 0.985:
-            title = f"round {times.round} of attempt {times.attempt}: {shorten(times.reason, 120)}"
-            yield "em", f"round {times.round}", f"{100 * place:.2f}", title, ""
+            name = f"round {times.part.index}"
+            title = f"{name} of attempt {times.attempt}: {shorten(times.part.reason, 120)}"
+            yield "em", name, f"{100 * place:.2f}", title, ""
             free = place + 0.08
     for factor in _TICKS:
         for when in axis.ticks(spacing=0.1 / factor):

@@ -32,8 +32,8 @@ from hpc_elastic.failures.ranking import (
 )
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.history import START_REFUSED, NodeLoss, RankStatus, WorkerEnd
+from hpc_elastic.report.clocks import Clocks
+from hpc_elastic.report.history import START_REFUSED, NodeLoss, RoundHistory
 from hpc_elastic.report.suspects import (
     RanksKnown,
     find_early_ends,
@@ -45,7 +45,6 @@ from hpc_elastic.report.suspects import (
     look_at,
 )
 from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, decide_hang, of_worker
-from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import is_everywhere
 
 _HOSTS = 3
@@ -55,21 +54,12 @@ _SIGN_NS = 1_000_000_000
 """A lost node lived for so long after the last heartbeat, at most: then the next one was due."""
 
 
-def decide_verdict(
-    failures: Sequence[WorkerFailure],
-    *,
-    lost_nodes: Sequence[NodeLoss] = (),
-    rank_statuses: Sequence[RankStatus] = (),
-    ends: Sequence[WorkerEnd] = (),
-    activities: Sequence[Activity] = (),
-    sockets: Sequence[Sockets] = (),
-    ranks: Mapping[int, str] | None = None,
-    clocks: Clocks = NO_CLOCKS,
-) -> Verdict:
-    """Name the root cause among the failures of one round, which `RoundHistory` describes.
+def decide_verdict(part: RoundHistory, *, ranks: Mapping[int, str] | None = None) -> Verdict:
+    """Name the root cause among the failures of one round.
 
     Each lost node is a candidate at the time of its last sign. `ranks`: rank → host, where it is known.
     """
+    failures, clocks = part.failures, part.clocks
     ranking, when = _rank(failures, clocks)
     causes, symptoms, first = _lost_peer_last(ranking.causes, when), ranking.symptoms, ranking.first
     first = causes[0] if causes and first is not None and first.failure_class is not FailureClass.HANG else first
@@ -77,8 +67,9 @@ def decide_verdict(
     consequences = [failure for failure in ranking.all if failure.failure_class is FailureClass.SYMPTOM]
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
     hosts = ranks or {}
-    known = RanksKnown([failure.global_rank for failure in ranking.all], ends, activities, hosts, clocks)
-    losses = sorted(((clocks.of_loss(loss), loss) for loss in lost_nodes), key=lambda at: (at[0].at_ns, at[1].node))
+    known = RanksKnown([failure.global_rank for failure in ranking.all], part.ends, part.activities, hosts, clocks)
+    lost = [(clocks.of_loss(loss), loss) for loss in (*part.lost_nodes, *part.own_failures)]
+    losses = sorted(lost, key=lambda at: (at[0].at_ns, at[1].node))
     if losses and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
         order = Order.KNOWN
         if causes:  # the node may have lived on after the last heartbeat
@@ -86,18 +77,18 @@ def decide_verdict(
         return _node_verdict([loss for _, loss in losses], causes, consequences, order, retryable=retryable)
     if first is None:
         evidence = f"all {len(failures)} were ended by this job itself" if failures else "there is no failure"
-        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+        return Verdict(evidence=evidence)
     if not causes:
         seen = when[id(symptoms[0] if symptoms else first)]
-        verdict = _symptoms_verdict(ranking, seen, compare_ranks(activities, hosts=ranks), known, sockets)
+        verdict = _symptoms_verdict(ranking, seen, compare_ranks(part.activities, hosts=ranks), known, part.sockets)
     elif first.failure_class is FailureClass.HANG:
-        compared = compare_ranks(activities, hosts=ranks)
+        compared = compare_ranks(part.activities, hosts=ranks)
         early = find_ends_before_hang(first, known)
         verdict = decide_hang(
             first,
             causes,
             consequences,
-            rank_statuses,
+            part.rank_statuses,
             early or compared.suspects,
             len(hosts),
             has_ended=bool(early),
@@ -160,13 +151,11 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
     `unable`: nodes of which no agent ever took part.
     """
     if not unable:
-        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no failures")
+        return Verdict(evidence="no failures")
     refused = unable[0].refusal
     if refused and len(unable) == nodes and all(loss.refusal for loss in unable):
         whose = "the agent" if nodes == 1 else f"each of the {nodes} agents"
         return Verdict(
-            cause=Cause.NONE,
-            confidence=Confidence.HIGH,
             evidence=f"{whose} refused to start the workers; no node is to blame",
             headline=refused,
             category=Category.INPUT,
@@ -181,14 +170,7 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
             f"{whose} failed, so it is no single node: look at what they share (the interpreter, "
             "the run directory's mount, a TaskProlog, options for srun)"
         )
-        return Verdict(
-            cause=Cause.NONE,
-            confidence=Confidence.HIGH,
-            evidence=evidence,
-            headline=what,
-            category=Category.INPUT,
-            fingerprint="node_unable",
-        )
+        return Verdict(evidence=evidence, headline=what, category=Category.INPUT, fingerprint="node_unable")
     first, *others = unable
     parts = ["no agent of it ever took part"]
     if len(unable) < nodes:
@@ -198,7 +180,6 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
         parts.append(f"{plural(len(others) - _HOSTS, 'more node')} could not either")
     return Verdict(
         cause=Cause.NODE,
-        confidence=Confidence.HIGH,
         evidence="; ".join(parts),
         lost_node=first,
         category=Category.INFRASTRUCTURE,
@@ -255,11 +236,8 @@ def _worker_verdict(
     when: list[Moment],
 ) -> Verdict:
     root, first = causes[0], when[0]
-    others = [
-        (failure, moment)
-        for failure, moment in zip(causes, when, strict=True)
-        if failure.fingerprint != root.fingerprint
-    ]
+    moments = zip(causes, when, strict=True)
+    others = [(failure, moment) for failure, moment in moments if failure.fingerprint != root.fingerprint]
     # By exit code alone a symptom has the same name.
     same = _same(root, [failure for failure in failures if failure.failure_class is not FailureClass.SYMPTOM])
     confidence = Confidence.HIGH

@@ -15,7 +15,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind, refused_hosts
 from hpc_elastic.report.root_cause import decide_start_verdict, decide_verdict
-from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict
+from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Verdict
 from hpc_elastic.run.attempt import WITHOUT_VERDICT
 
 _WITHOUT = 3
@@ -57,8 +57,6 @@ def _by_slurms_end(attempt: AttemptHistory, verdict: Verdict) -> Verdict:
     ):
         return verdict
     return Verdict(
-        cause=Cause.NONE,
-        confidence=Confidence.HIGH,
         headline=end,
         evidence="Slurm's own record; it ended the workers by SIGTERM after that",
         category=Category.INFRASTRUCTURE,
@@ -83,7 +81,6 @@ def _filesystem_subject(attempt: AttemptHistory) -> Subject:
         parts.append(f"a failure that the nodes could not go on from: {verdict_of(broken).summary}")
     verdict = Verdict(
         cause=Cause.FILESYSTEM,
-        confidence=Confidence.HIGH,
         what=f"the filesystem of the run directory {how}",
         evidence="; ".join(parts),
         category=Category.INFRASTRUCTURE,
@@ -107,16 +104,8 @@ def _find_verdict(part: RoundHistory) -> Verdict:
     has_hang = any(failure.failure_class is FailureClass.HANG for failure in part.failures)
     is_unknown = all(failure.failure_class in blameless or failure.may_follow_stop for failure in part.failures)
     needs_ranks = is_unknown or has_hang or any(gave_up_waiting(failure.headline) for failure in part.failures)
-    verdict = decide_verdict(
-        part.failures,
-        lost_nodes=(*part.lost_nodes, *part.own_failures),
-        rank_statuses=part.rank_statuses,
-        ends=part.ends,
-        activities=part.activities,
-        sockets=part.sockets,
-        clocks=part.clocks,
-        ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
-    )
+    ranks = {rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None
+    verdict = decide_verdict(part, ranks=ranks)
     if verdict.evidence == ONLY_FAILURE and verdict.failure is not None:
         verdict = replace(verdict, evidence=_beside_stopped(verdict.failure, part))
     elif verdict.failure is not None and len(verdict.same_failure) > 1 and verdict.cause is Cause.WORKER:

@@ -7,7 +7,6 @@ from enum import Enum
 from operator import itemgetter
 from typing import NamedTuple
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.failures.ranking import FailureClass, Moment
@@ -110,10 +109,9 @@ class RoundSteps(NamedTuple):
     """They are counted from 1 in each round: which of them were done again is not known."""
 
 
-class RoundTimes(Struct, frozen=True, kw_only=True):
+class RoundTimes(NamedTuple):
     attempt: int
-    round: int
-    reason: str
+    part: RoundHistory
     start_ns: int
     end_ns: int
     trained_ns: tuple[int, int] | None
@@ -131,8 +129,8 @@ class PlacedAttempt:
     def __init__(self, attempt: AttemptHistory, *, source: ProgressSource = ProgressSource.UNKNOWN) -> None:
         self.attempt = attempt
         self._sources = (source,) if source is ProgressSource.COLLECTIVES else STEPS
-        self._hosts = {agents.node: agents.host for agents in attempt.agents}
-        self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
+        self._hosts = {one.node: one.host for one in attempt.agents}
+        self._hosts |= {node.node: node.host for item in attempt.rounds for node in item.nodes}
         finals = ({one.node: one.final_ns for one in item.times if one.final_ns} for item in attempt.rounds)
         self.offsets = node_offsets(finals, clocks=attempt.clocks)
         self._shifts = {node: o.offset_ns for node, o in self.offsets.items() if abs(o.offset_ns) > NOT_SEEN_NS}
@@ -141,12 +139,8 @@ class PlacedAttempt:
             for loss in item.lost_nodes:
                 shift = self.loss_at(loss) - loss.gone_ns
                 self.losses.setdefault(loss.node, {})[item.index] = replace(loss, seen_ns=loss.seen_ns + shift)
-        self.agent_starts = {
-            agents.node: [self.at(agents.node, when) for when in agents.started_ns] for agents in attempt.agents
-        }
-        self.agent_ends = {
-            agents.node: [self.at(agents.node, when) for when in agents.ended_ns] for agents in attempt.agents
-        }
+        self.agent_starts = {one.node: [self.at(one.node, when) for when in one.started_ns] for one in attempt.agents}
+        self.agent_ends = {one.node: [self.at(one.node, when) for when in one.ended_ns] for one in attempt.agents}
         self._times: dict[int, list[NodeTimes]] = {}
         for times in (one for item in attempt.rounds for one in item.times if one.node >= 0):
             self._times.setdefault(times.node, []).append(self._shifted(times))
@@ -170,9 +164,7 @@ class PlacedAttempt:
         """A node's parts in the rounds, ascending and without overlap."""
         losses = self.losses.get(node, {})
         # When it joined; a node that reported an end alone had not.
-        joined = (
-            (times.started_ns if times.final_ns is None else times.final_ns, times) for times in self._times[node]
-        )
+        joined = ((one.started_ns if one.final_ns is None else one.final_ns, one) for one in self._times[node])
         known = sorted([(when, times) for when, times in joined if when is not None], key=itemgetter(0))
         stays: list[Stay] = []
         before = 0
@@ -302,15 +294,7 @@ class PlacedAttempt:
             begin = max(stay.running_ns for stay in stays.values())
             if min(ends) > begin:
                 trained = (begin, min(ends))
-        return RoundTimes(
-            attempt=self.attempt.number,
-            round=item.index,
-            reason=item.reason,
-            start_ns=start,
-            end_ns=end,
-            trained_ns=trained,
-            steps=self._known_steps.get(item.index),
-        )
+        return RoundTimes(self.attempt.number, item, start, end, trained, self._known_steps.get(item.index))
 
     def _steps(self, item: RoundHistory) -> RoundSteps | None:
         """The node whose worker got furthest counts; of several the one that got there first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from typing import Any
 
 from msgspec import Struct
 
@@ -37,8 +38,8 @@ class Confidence(str, Enum):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    cause: Cause
-    confidence: Confidence
+    cause: Cause = Cause.NONE
+    confidence: Confidence = Confidence.HIGH
     evidence: str
     failure: WorkerFailure | None = None
     """The root cause, or for `Cause.UNKNOWN` the first of the symptoms."""
@@ -89,9 +90,9 @@ def of_worker(
     cause: Cause = Cause.WORKER,
     same: tuple[int, ...] = (),
     candidates: Iterable[WorkerFailure] = (),
-    suspects: tuple[Suspect, ...] = (),
-    resolution_ns: int | None = None,
+    **more: Any,
 ) -> Verdict:
+    """The verdict with what its worker's failure says; `more`: further fields."""
     return Verdict(
         cause=cause,
         confidence=confidence,
@@ -103,8 +104,7 @@ def of_worker(
         retryable=root.retryable or cause is Cause.UNKNOWN,
         same_failure=same or (root.global_rank,),
         candidates=tuple(candidates),
-        suspects=suspects,
-        resolution_ns=resolution_ns,
+        **more,
     )
 
 

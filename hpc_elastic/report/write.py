@@ -16,7 +16,7 @@ from hpc_elastic.report.render_html import is_cheap, render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_job_log, render_text
 from hpc_elastic.report.subject import with_end
-from hpc_elastic.report.verdict import Cause, Confidence, Verdict
+from hpc_elastic.report.verdict import Confidence, Verdict
 from hpc_elastic.run.paths import RunPaths
 
 
@@ -57,7 +57,7 @@ def write_report(
         document = build_document(history, attempt=attempt)
         text = render_job_log(document)
     except Exception as error:  # the job's end must not fail for want of a report
-        nothing = Verdict(cause=Cause.NONE, confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")
+        nothing = Verdict(confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")
         return ReportResult(
             verdict=nothing,
             text=f"the report of {os.fspath(run_dir)} could not be made: {error!r}\n",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,9 @@ from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.evidence import write_evidence
 from hpc_elastic.failures.failure_text import Frame, RaisedException, fingerprint
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.report import root_cause
+from hpc_elastic.report.history import RoundHistory
+from hpc_elastic.report.verdict import Verdict
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import RunPaths
 from tests.rigs.event_pairs import event_of
@@ -45,6 +48,14 @@ class SetClock:
 
     def wait(self, stop: threading.Event, seconds: float) -> bool:
         return stop.wait(0)
+
+
+def decide_verdict(
+    failures: Iterable[WorkerFailure], *, ranks: Mapping[int, str] | None = None, **known: Any
+) -> Verdict:
+    """The verdict on a round of which these fields are `known`."""
+    part = RoundHistory(index=0, failures=tuple(failures), **known)
+    return root_cause.decide_verdict(part, ranks=ranks)
 
 
 def traceback_of(exception: str, *, function: str = "train_step", file: str = "/home/ann/train.py") -> str:

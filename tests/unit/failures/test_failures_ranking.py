@@ -13,8 +13,8 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.rendezvous.restart import first_failure
 from hpc_elastic.report.history import WorkerEnd
-from hpc_elastic.report.root_cause import decide_verdict
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
+from tests.rigs.run_builder import decide_verdict
 
 ROOT, SYMPTOM = FailureClass.ROOT, FailureClass.SYMPTOM
 

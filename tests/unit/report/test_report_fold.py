@@ -20,8 +20,7 @@ from hpc_elastic.report.document import build_document
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.report.root_cause import decide_verdict
-from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
+from tests.rigs.run_builder import GLOO, RunBuilder, decide_verdict, make_failure
 
 _GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = f"RuntimeError: {GLOO.format(rank=3)}"

@@ -9,10 +9,9 @@ import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.root_cause import decide_verdict
 from hpc_elastic.report.verdict import Cause
 from hpc_elastic.report.wording import without_failure
-from tests.rigs.run_builder import make_failure
+from tests.rigs.run_builder import decide_verdict, make_failure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
 EXITCODES = {case["file"]: case["exitcode"] for case in json.loads((DATA / "expected.json").read_text())}

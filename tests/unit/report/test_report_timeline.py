@@ -76,7 +76,7 @@ def test_states_of_a_node_follow_upon_each_other(builder: RunBuilder) -> None:
     (mark,) = row(timeline, "n3").marks
     assert (mark.entry.kind, mark.at_ns, mark.ranks) == (MarkKind.CAUSE, START_NS + 20 * SECOND, (4,))
     (placed,) = place_attempts(collect_run(builder.root))
-    assert [(d.round, d.start_ns - START_NS) for d in placed.rounds] == [(0, 5 * SECOND), (1, 25 * SECOND)]
+    assert [(d.part.index, d.start_ns - START_NS) for d in placed.rounds] == [(0, 5 * SECOND), (1, 25 * SECOND)]
 
 
 def test_lost_node_is_lost_from_its_last_sign_until_it_comes_back(builder: RunBuilder) -> None:
