@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,8 @@ class _Drawing(Struct):
     room: int
     left_out: list[str] = field(default_factory=list)
     pictures: dict[str, int] = field(default_factory=dict)
+    known: dict[tuple[tuple[NodeState, ...], tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
+    """The same by the rows' states and their places."""
 
     def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> dict[str, Any]:
         kept = rows[: self.limits.rows]
@@ -113,25 +115,26 @@ class _Drawing(Struct):
 
     def _picture(self, spans: Sequence[Span], drawn: Sequence[Mark]) -> int | None:
         """The number of a row's picture; None where there is no room for another one."""
-        source = self._paths(spans, drawn)
+        states = tuple([span.state for span in spans])
+        cells = tuple(self.axis.cells([at for span in spans for at in (span.start_ns, span.end_ns)], self.grid))
+        marks = tuple(sorted({round(self.axis.place(mark.at_ns) * self.grid) for mark in drawn}))
+        if (number := self.known.get((states, cells, marks))) is not None:
+            return number
+        source = self._paths(states, cells, marks)
         if source not in self.pictures:
             self.room -= len(source) + 40
             if self.room < 0:
                 return None
             self.pictures[source] = len(self.pictures)
-        return self.pictures[source]
+        return self.known.setdefault((states, cells, marks), self.pictures[source])
 
-    def _paths(self, spans: Iterable[Span], drawn: Iterable[Mark]) -> str:
-        grid, least = self.grid, max(1, self.grid // 450)
+    def _paths(self, states: Sequence[NodeState], cells: Sequence[int], marks: Sequence[int]) -> str:
+        least = max(1, self.grid // 450)
         runs: dict[NodeState, list[list[int]]] = {}
         gaps: list[list[int]] = []
-        place, at_ns, at = self.axis.place, -1, 0
-        for span in spans:
-            left = at if span.start_ns == at_ns else round(place(span.start_ns) * grid)  # most follow upon each other
-            at_ns = span.end_ns
-            right = at = round(place(at_ns) * grid)
-            mine = runs.setdefault(span.state, [])
-            if span.state in _WORKING:
+        for state, left, right in zip(states, cells[::2], cells[1::2], strict=True):
+            mine = runs.setdefault(state, [])
+            if state in _WORKING:
                 if mine and gaps:  # so short a stop that only a break in the bar can show it
                     gaps[-1][1] = max(gaps[-1][1], gaps[-1][0] + least)
             elif gaps and gaps[-1][1] >= left:
@@ -139,18 +142,16 @@ class _Drawing(Struct):
             else:
                 gaps.append([left, right])
             if right > left:
-                if mine and mine[-1][1] >= left and span.state not in _WORKING:
+                if mine and mine[-1][1] >= left and state not in _WORKING:
                     mine[-1][1] = right
                 else:
                     mine.append([left, right])
         parts = []
-        for state in (*_WORKING, None, *(other for other in _LINES if other not in _WORKING)):
-            if state is None:
+        for one in (*_WORKING, None, *(other for other in _LINES if other not in _WORKING)):
+            if one is None:
                 parts.append(_path("s-g", (8,), gaps if any(runs.get(one) for one in _WORKING) else []))
-            elif state in runs:
-                name, heights = _LINES[state]
-                parts.append(_path(name, heights, runs[state]))
-        marks = sorted({round(self.axis.place(mark.at_ns) * grid) for mark in drawn})
+            elif one in runs:
+                parts.append(_path(*_LINES[one], runs[one]))
         parts.append(_path("s-m", (8,), [[at, at + least] for at in marks]))
         return "".join(parts)
 
@@ -206,7 +207,8 @@ def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
     for row in rows:
         # Nodes are alike whether they noticed another one's failure or were stopped before.
         marks = {m.entry.number for m in row.marks if m.entry.kind not in (MarkKind.SYMPTOM, MarkKind.STOPPED)}
-        groups.setdefault((*row.key, *sorted(marks)), []).append(row)
+        states = [(span.state, span.round) for span in row.spans]
+        groups.setdefault((*row.parts, *states, *sorted(marks)), []).append(row)
     return tuple(members[0] if len(members) == 1 else _merged(members) for members in groups.values())
 
 

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.ranking import FailureClass
@@ -20,7 +21,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_attempt import NodeState, PlacedAttempt, Span
+from hpc_elastic.report.timeline_attempt import PlacedAttempt, Span
 from hpc_elastic.report.wording import FAILURE_WORDS
 
 _GAP_SHARE = 0.035
@@ -54,6 +55,19 @@ class Axis(Struct, frozen=True):
             return piece.left
         share = (when_ns - piece.start_ns) / (piece.end_ns - piece.start_ns)
         return piece.left + min(1.0, max(0.0, share)) * (piece.right - piece.left)
+
+    def cells(self, times: Iterable[int], grid: int) -> list[int]:
+        """The same for many times, most of which ascend: as whole numbers up to `grid`."""
+        found, start, end = [], 1, 0
+        left = width = lasted = 0.0
+        for when in times:
+            if not start <= when < end:
+                piece = self.pieces[max(0, bisect_right(self._starts, when) - 1)]
+                start, end, left, width = piece.start_ns, piece.end_ns, piece.left, piece.right - piece.left
+                lasted = end - start
+            inside = start <= when < end
+            found.append(round((left + (when - start) / lasted * width if inside else self.place(when)) * grid))
+        return found
 
     def ticks(self, *, spacing: float = 0.09) -> list[int]:
         """Round times, at least `spacing` of the axis apart, by UTC."""
@@ -154,21 +168,21 @@ class Row(Struct):
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     """By time."""
-    key: list[tuple[NodeState, int, int]] = field(default_factory=list)
-    """Its states without times: rows with the same key are alike."""
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """Attempt, number of its spans."""
     details: dict[str, None] = field(default_factory=dict)
 
     @property
     def detail(self) -> str:
         return ", ".join(list(self.details)[-2:])
 
-    def add(self, attempt: int, spans: Iterable[Span], detail: str) -> None:
+    def add(self, attempt: int, spans: Sequence[Span], detail: str) -> None:
+        """Add spans that follow upon each other."""
         mine = self.spans
-        for span in spans:
-            if mine and mine[-1].end_ns > span.start_ns:  # a rank of a lost node runs elsewhere
-                mine[-1] = mine[-1]._replace(end_ns=max(mine[-1].start_ns, span.start_ns))
-            mine.append(span)
-            self.key.append((span.state, attempt, span.round))
+        if mine and spans and mine[-1].end_ns > spans[0].start_ns:  # a rank of a lost node runs elsewhere
+            mine[-1] = replace(mine[-1], end_ns=max(mine[-1].start_ns, spans[0].start_ns))
+        mine += spans
+        self.parts.append((attempt, len(spans)))
         if detail:
             self.details[detail] = None
 
@@ -261,7 +275,8 @@ def _mark(
 
 
 def _choose_ranks(parts: Sequence[PlacedAttempt], entries: Sequence[Entry], most: int) -> tuple[tuple[int, ...], int]:
-    everybody = {rank for part in parts for item in part.attempt.rounds for node in item.nodes for rank in node.ranks}
+    nodes = {node.ranks for part in parts for item in part.attempt.rounds for node in item.nodes}
+    everybody = {rank for ranks in nodes for rank in ranks}
     everybody |= {failure.global_rank for entry in entries for failure in entry.members}
     everybody = {rank for rank in everybody if rank >= 0}
     if len(everybody) <= most:

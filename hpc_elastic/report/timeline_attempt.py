@@ -7,6 +7,7 @@ from enum import Enum
 from operator import itemgetter
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.failures.ranking import FailureClass, Moment
@@ -33,8 +34,8 @@ class NodeState(str, Enum):
     LOST = "lost"
 
 
-class Span(NamedTuple):
-    """A stretch of one state. A tuple, because a long run of a thousand nodes has hundreds of thousands."""
+class Span(Struct, frozen=True, gc=False):
+    """A stretch of one state. Without the garbage collector's look: a long run of a thousand nodes has many."""
 
     state: NodeState
     start_ns: int
@@ -42,8 +43,8 @@ class Span(NamedTuple):
     round: int
 
 
-class Stay(NamedTuple):
-    """A node's part in a round, with every end known: reported, or concluded. A tuple for the same reason."""
+class Stay(Struct, frozen=True, gc=False):
+    """A node's part in a round, with every end known: reported, or concluded."""
 
     round: int
     start_ns: int
@@ -63,13 +64,14 @@ class Stay(NamedTuple):
         if self.first_step_ns is not None:
             ready, running = min(max(ready, self.first_step_ns), self.stopping_ns), NodeState.RUNNING
         back = self.end_ns if self.lost_ns is None else max(self.back_ns or end_ns, self.end_ns)
-        marks = (self.start_ns, ready, self.stopping_ns, self.end_ns, back)
-        states = (NodeState.STARTING, running, NodeState.STOPPING, NodeState.LOST)
-        return [
-            Span(state, start, end, self.round)
-            for state, start, end in zip(states, marks, marks[1:], strict=False)
-            if end > start
-        ]
+        spans = [Span(NodeState.STARTING, self.start_ns, ready, self.round)] if ready > self.start_ns else []
+        if self.stopping_ns > ready:
+            spans.append(Span(running, ready, self.stopping_ns, self.round))
+        if self.end_ns > self.stopping_ns:
+            spans.append(Span(NodeState.STOPPING, self.stopping_ns, self.end_ns, self.round))
+        if back > self.end_ns:
+            spans.append(Span(NodeState.LOST, self.end_ns, back, self.round))
+        return spans
 
 
 def _between(
@@ -223,7 +225,7 @@ class PlacedAttempt:
             if failed_ns is None or span.state is NodeState.LOST or span.end_ns <= failed_ns:
                 kept.append(span)
             elif span.start_ns < failed_ns:
-                kept.append(span._replace(end_ns=failed_ns))
+                kept.append(replace(span, end_ns=failed_ns))
         return kept
 
     def name(self, node: int) -> str:
