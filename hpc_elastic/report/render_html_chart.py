@@ -77,7 +77,7 @@ class _Drawing(Struct):
     room: int
     left_out: list[str] = field(default_factory=list)
     pictures: dict[str, int] = field(default_factory=dict)
-    known: dict[tuple[tuple[NodeState, ...], tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
+    known: dict[tuple[tuple[Any, ...], ...], int] = field(default_factory=dict)
     """The same by the rows' states and their places."""
 
     def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> dict[str, Any]:
@@ -116,23 +116,31 @@ class _Drawing(Struct):
     def _picture(self, spans: Sequence[Span], drawn: Sequence[Mark]) -> int | None:
         """The number of a row's picture; None where there is no room for another one."""
         states = tuple([span.state for span in spans])
-        cells = tuple(self.axis.cells([at for span in spans for at in (span.start_ns, span.end_ns)], self.grid))
+        starts, ends = [span.start_ns for span in spans], [span.end_ns for span in spans]
+        left = self.axis.cells(starts, self.grid)
+        if starts[1:] == ends[:-1]:
+            right = left[1:] + self.axis.cells(ends[-1:], self.grid)
+        else:
+            right = self.axis.cells(ends, self.grid)
         marks = tuple(sorted({round(self.axis.place(mark.at_ns) * self.grid) for mark in drawn}))
-        if (number := self.known.get((states, cells, marks))) is not None:
+        key = (states, tuple(left), tuple(right), marks)
+        if (number := self.known.get(key)) is not None:
             return number
-        source = self._paths(states, cells, marks)
+        source = self._paths(*key)
         if source not in self.pictures:
             self.room -= len(source) + 40
             if self.room < 0:
                 return None
             self.pictures[source] = len(self.pictures)
-        return self.known.setdefault((states, cells, marks), self.pictures[source])
+        return self.known.setdefault(key, self.pictures[source])
 
-    def _paths(self, states: Sequence[NodeState], cells: Sequence[int], marks: Sequence[int]) -> str:
+    def _paths(
+        self, states: Sequence[NodeState], lefts: Sequence[int], rights: Sequence[int], marks: Sequence[int]
+    ) -> str:
         least = max(1, self.grid // 450)
         runs: dict[NodeState, list[list[int]]] = {}
         gaps: list[list[int]] = []
-        for state, left, right in zip(states, cells[::2], cells[1::2], strict=True):
+        for state, left, right in zip(states, lefts, rights, strict=True):
             mine = runs.setdefault(state, [])
             if state in _WORKING:
                 if mine and gaps:  # so short a stop that only a break in the bar can show it

@@ -56,18 +56,14 @@ class Axis(Struct, frozen=True):
         share = (when_ns - piece.start_ns) / (piece.end_ns - piece.start_ns)
         return piece.left + min(1.0, max(0.0, share)) * (piece.right - piece.left)
 
-    def cells(self, times: Iterable[int], grid: int) -> list[int]:
-        """The same for many times, most of which ascend: as whole numbers up to `grid`."""
-        found, start, end = [], 1, 0
-        left = width = lasted = 0.0
-        for when in times:
-            if not start <= when < end:
-                piece = self.pieces[max(0, bisect_right(self._starts, when) - 1)]
-                start, end, left, width = piece.start_ns, piece.end_ns, piece.left, piece.right - piece.left
-                lasted = end - start
-            inside = start <= when < end
-            found.append(round((left + (when - start) / lasted * width if inside else self.place(when)) * grid))
-        return found
+    def cells(self, times: Sequence[int], grid: int) -> list[int]:
+        """The same for ascending times, as whole numbers up to `grid`."""
+        piece = self.pieces[max(0, bisect_right(self._starts, times[0]) - 1)] if times else None
+        if piece is None or not piece.start_ns <= times[0] <= times[-1] < piece.end_ns:
+            return [round(self.place(when) * grid) for when in times]
+        start, left = piece.start_ns, piece.left
+        lasted, width = piece.end_ns - start, piece.right - left
+        return [round((left + (when - start) / lasted * width) * grid) for when in times]
 
     def ticks(self, *, spacing: float = 0.09) -> list[int]:
         """Round times, at least `spacing` of the axis apart, by UTC."""
@@ -247,11 +243,12 @@ def _node_rows(part: PlacedAttempt, named: dict[str, Row]) -> dict[int, Row]:
 
 def _add_ranks(part: PlacedAttempt, item: RoundHistory, rows: Mapping[int, Row]) -> None:
     ends = {f.global_rank: part.failure_at(f) for f in item.failures if f.ended_ns}
-    there = part.by_round.get(item.index, {})
-    for node in (node for node in item.nodes if node.node in there):
-        for rank in rows.keys() & node.ranks:
-            spans = part.rank_spans(there[node.node], ends.get(rank))
-            rows[rank].add(part.attempt.number, spans, part.name(node.node))
+    there, wanted = part.by_round.get(item.index, {}), rows.keys()
+    for node in item.nodes:
+        if node.node in there and not wanted.isdisjoint(node.ranks):
+            for rank in wanted & node.ranks:
+                spans = part.rank_spans(there[node.node], ends.get(rank))
+                rows[rank].add(part.attempt.number, spans, part.name(node.node))
 
 
 def _mark(

@@ -207,7 +207,7 @@ class PlacedAttempt:
             spans += _between(cursor, stay.start_ns, self.extents, was_in=was_in, then_in=stay.round)
             mine = stay.spans(self.end_ns)
             spans += mine
-            cursor, was_in = max([stay.end_ns, *(span.end_ns for span in mine)]), stay.round
+            cursor, was_in = max(stay.end_ns, mine[-1].end_ns if mine else 0), stay.round
         last_end = max((when for when in self.agent_ends.get(node, []) if when >= cursor), default=None)
         until = min(self.end_ns, last_end) if last_end is not None else self.end_ns
         last = stays[-1] if stays else None
