@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from hpc_elastic.base.text import duration, plural
-from hpc_elastic.report.goodput import Cost, Goodput, RestartPart, goodput_of
+from hpc_elastic.report.goodput import Goodput, RestartPart
 from hpc_elastic.report.history import RunHistory
 
 LEAST_FAILURES = 3
@@ -26,24 +26,19 @@ _LEAST_WALL = 1800.0
 _NOT_RESUMED = 3.0
 """Intervals between checkpoints: a failure that takes more was not gone on from the newest one."""
 _FORKSERVER = "--start-method forkserver"
-_SHORTENS = {
-    "stop": "a shorter --shutdown-timeout (--grace is for the job's end), if the script saves nothing then",
-    "meet": "--spares, which stand ready, or a shorter last_call_timeout in --rdzv-conf",
-    "start": _FORKSERVER,
-    "first step": f"{_FORKSERVER}, whose workers have imported the script's modules before",
+_STOP = "a shorter --shutdown-timeout (--grace is for the job's end), if the script saves nothing then"
+_MEET = "--spares, which stand ready, or a shorter last_call_timeout in --rdzv-conf"
+_PARTS = {
+    "stop": ("stopping the workers", _STOP, _STOP),
+    "meet": ("meeting again", _MEET, _MEET),
+    "start": ("starting the workers", _FORKSERVER, "less in the script before its first step"),
+    "first step": (
+        "from the workers' start to their first step",
+        f"{_FORKSERVER}, whose workers have imported the script's modules before",
+        "a checkpoint that is read sooner, and a compiler's cache that is kept between starts",
+    ),
 }
-_SHORTENS_WARM = {
-    **_SHORTENS,
-    "start": "less in the script before its first step",
-    "first step": "a checkpoint that is read sooner, and a compiler's cache that is kept between starts",
-}
-"""The same where workers are forks already, or can't be."""
-_NAMES = {
-    "stop": "stopping the workers",
-    "meet": "meeting again",
-    "start": "starting the workers",
-    "first step": "from the workers' start to their first step",
-}
+"""A restart's parts: the name, what shortens it, and what does where workers are forks already, or can't be."""
 
 
 class MeasuredCosts(Struct, frozen=True, kw_only=True):
@@ -76,15 +71,19 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
 
 
 def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
-    rounds = {(item.number, part.index): part for item in history.attempts for part in item.rounds}
+    rounds = [part for item in history.attempts for part in item.rounds]
     failures = [cost for cost in goodput.costs if cost.is_failure]
     within = [cost for cost in failures if cost.recovered and not cost.queued]
     limited = {item.number for item in history.attempts if item.meaning == "time limit"}
     limits = [cost for cost in goodput.costs if cost.queued and not cost.is_failure and cost.attempt in limited]
+    parts: dict[str, list[float]] = {}
+    for part in (part for cost in within for part in cost.parts):
+        parts.setdefault(part.name, []).append(part.seconds)
     saved = goodput.checkpoints
     running = goodput.wall - goodput.queued
+    known = (one for item in rounds for one in item.progress.values())
     return MeasuredCosts(
-        nodes=max((len(part.nodes) for part in rounds.values()), default=0),
+        nodes=max((len(part.nodes) for part in rounds), default=0),
         failures=len(failures),
         began_on=tuple(Counter(cost.host for cost in failures if cost.host).most_common()),
         time_to_failure=running / len(failures) if len(failures) >= LEAST_FAILURES else None,
@@ -96,20 +95,12 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
         restart_seconds=_mean([cost.seconds - cost.recomputed for cost in within])
         if within and goodput.steps_known
         else None,
-        restart_parts=_parts(within),
+        restart_parts=tuple(RestartPart(name=name, seconds=_mean(seconds)) for name, seconds in parts.items()),
         queued=sum(1 for cost in goodput.costs if cost.queued),
         time_limits=len(limits),
         time_limit_seconds=sum(cost.seconds for cost in limits),
-        longest_step=max((one.longest_step for part in rounds.values() for one in part.progress.values()), default=0.0)
-        or None,
+        longest_step=max((one.longest_step for one in known), default=0.0) or None,
     )
-
-
-def _parts(costs: list[Cost]) -> tuple[RestartPart, ...]:
-    found: dict[str, list[float]] = {}
-    for part in (part for cost in costs for part in cost.parts):
-        found.setdefault(part.name, []).append(part.seconds)
-    return tuple(RestartPart(name=name, seconds=_mean(seconds)) for name, seconds in found.items())
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -123,11 +114,9 @@ class Advice(Struct, frozen=True, kw_only=True):
     text: str
 
 
-def advise(history: RunHistory, goodput: Goodput | None = None) -> tuple[Advice, ...]:
-    goodput = goodput_of(history) if goodput is None else goodput
-    return advise_by(
-        measure_costs(history, goodput), goodput, step_timeout=history.step_timeout, could_fork=history.could_fork
-    )
+def advise(history: RunHistory, goodput: Goodput) -> tuple[Advice, ...]:
+    costs = measure_costs(history, goodput)
+    return advise_by(costs, goodput, step_timeout=history.step_timeout, could_fork=history.could_fork)
 
 
 def advise_by(
@@ -168,9 +157,8 @@ def _interval(costs: MeasuredCosts) -> Iterator[str]:
             f"checkpoint was complete every {duration(every)}: does the script load the newest one?"
         )
         return
-    best = math.sqrt(
-        2 * fails * saves
-    )  # J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974)
+    # J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974)
+    best = math.sqrt(2 * fails * saves)
     now, then = (interval_cost(value, saves, fails) for value in (every, best))
     if max(best / every, every / best) < _FAR or now - then < _WORTH:
         return
@@ -186,12 +174,13 @@ def _restart(costs: MeasuredCosts, goodput: Goodput, *, could_fork: bool) -> Ite
     if costs.restarts < 2 or costs.restart_seconds is None or not costs.restart_parts:
         return
     longest = max(costs.restart_parts, key=lambda part: part.seconds)
+    name, cold, warm = _PARTS[longest.name]
     if longest.seconds * costs.restarts < _WORTH * goodput.wall:
         return
     yield (
-        f"{_NAMES[longest.name]} took {duration(longest.seconds, fine=True)} of the "
+        f"{name} took {duration(longest.seconds, fine=True)} of the "
         f"{duration(costs.restart_seconds, fine=True)} of a restart (mean of {costs.restarts}); "
-        f"shorter by {(_SHORTENS if could_fork else _SHORTENS_WARM)[longest.name]}"
+        f"shorter by {cold if could_fork else warm}"
     )
 
 

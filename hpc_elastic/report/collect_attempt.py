@@ -60,10 +60,7 @@ class AttemptBuilder(Struct):
     """With its time, the last one's."""
     missing: set[int] = field(default_factory=set)
     """Nodes that the others did not wait for any longer."""
-    closed_outcome: str = ""
-    closed_reason: str = ""
-    closed_explained: tuple[int, tuple[int, ...]] = (-1, ())
-    """(index of the round that was closed, `RoundBuilder.explained`)."""
+    closed: of_coordinator.RunClosed = field(default_factory=lambda: of_coordinator.RunClosed(round=-1, outcome=""))
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
@@ -102,8 +99,7 @@ class AttemptBuilder(Struct):
         node, when = line.node, line.written_ns
         match event:
             case of_coordinator.RunClosed():
-                self.closed_outcome, self.closed_reason = event.outcome, event.reason
-                self.closed_explained = event.round, event.explained
+                self.closed = event
             case of_supervisor.AttemptStarted():
                 self.history.started_ns = when
                 self.history.job_id = event.job_id if is_job_id(event.job_id) else self.history.job_id
@@ -190,8 +186,8 @@ class AttemptBuilder(Struct):
             seen = [(failure.node, failure.ended_uptime_ns) for failure in part.failures if failure.ended_uptime_ns]
             part.clocks = clocks.around(seen)
         history = self.history
-        history.outcome = history.outcome or self.closed_outcome
-        history.reason = history.reason or self.closed_reason
+        history.outcome = history.outcome or self.closed.outcome
+        history.reason = history.reason or self.closed.reason
         history.rounds = tuple(map(self._completed, rounds))
         again = {node for node, agents in self.agents.items() if len(agents.started_ns) > 1}
         history.relaunched = tuple(name for node, name in self.relaunched if node in again)
@@ -256,14 +252,14 @@ class AttemptBuilder(Struct):
             reason = after.frozen_reason or after.history.reason
             action = "restart" if reason.startswith("restart") else "continue"
             part.decision = RestartRecord(action=action, reason=reason, restarts_used=after.restarts_used)
-        elif self.closed_reason:
-            part.decision = RestartRecord(action="close", reason=self.closed_reason)
+        elif self.closed.reason:
+            part.decision = RestartRecord(action="close", reason=self.closed.reason)
         return part
 
     def _without_consequences(self, part: RoundHistory) -> tuple[WorkerFailure, ...]:
         after = self.rounds.get(part.index + 1)
-        index, explained = self.closed_explained
-        nodes = {*(after.explained if after is not None else ()), *(explained if index == part.index + 1 else ())}
+        nodes = {*(after.explained if after is not None else ())}
+        nodes |= {*self.closed.explained} if self.closed.round == part.index + 1 else set()
         return tuple(
             replace(failure, failure_class=FailureClass.SYMPTOM)
             if failure.node in nodes and failure.failure_class is not FailureClass.STOPPED_BY_US

@@ -155,9 +155,8 @@ class RoundBuilder(Struct):
                 self._reached("stopping_ns", node, when)
             case of_agent.WorkersStopped():
                 for end in event.ends:
-                    self.others["ends"][end.rank] = WorkerEnd(
-                        end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped, end.logged
-                    )
+                    values = (end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped, end.logged)
+                    self.others["ends"][end.rank] = WorkerEnd(end.rank, node, *values)
                 if event.progress is not None:
                     self.history.progress[node] = event.progress
                 orphans = [f"{host or f'node {node}'}: {one[:_WORDS]}" for one in event.orphans]
@@ -182,13 +181,9 @@ class RoundBuilder(Struct):
                 self.chosen, self.explained = event.nodes, event.explained
             case of_coordinator.NodeReplaced():
                 gone = event.replaces_node
-                self.others["replaced"][gone] = Replacement(
-                    node=node,
-                    host=host or f"node {node}",
-                    replaces_node=gone,
-                    replaces_host=event.replaces_host or f"node {gone}",
-                    group_rank=-1 if event.group_rank is None else event.group_rank,
-                )
+                names = {"host": host or f"node {node}", "replaces_host": event.replaces_host or f"node {gone}"}
+                known = {**names, "node": node, "group_rank": -1 if event.group_rank is None else event.group_rank}
+                self.others["replaced"][gone] = read_incident(Replacement, line, event, **known)
             case of_agent.InProcessRestarted():
                 self.history.in_process += (read_incident(InProcessRestart, line, event, node=node),)
             case of_agent.InProcessGaveUp():

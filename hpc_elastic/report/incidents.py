@@ -48,19 +48,11 @@ class Outage(Struct, frozen=True, kw_only=True):
 
 
 def read_outage(line: EventLine, event: FilesystemRefused | LinkLost) -> Outage:
-    node = SUPERVISOR if line.node is None or line.role == "supervisor" else line.node
+    kind = OutageKind.LINK if isinstance(event, LinkLost) else OutageKind.FILESYSTEM
     since = line.written_ns - int(event.seconds * 1e9) if event.since_ns is None else event.since_ns
-    return Outage(
-        kind=OutageKind.LINK if isinstance(event, LinkLost) else OutageKind.FILESYSTEM,
-        node=node,
-        host=line.host,
-        seconds=event.seconds,
-        since_ns=since,
-        observer=node if line.by is None else line.by,
-        over=event.over,
-        error="" if isinstance(event, LinkLost) else event.error[:_WORDS],
-        path="" if isinstance(event, LinkLost) else event.path[:_WORDS],
-    )
+    texts = {name: getattr(event, name, "")[:_WORDS] for name in ("error", "path")}
+    found = read_incident(Outage, line, event, kind=kind, since_ns=since, observer=SUPERVISOR, **texts)
+    return replace(found, observer=found.node if line.by is None else line.by)
 
 
 def attributed(outages: Sequence[Outage], nodes: Sequence[str]) -> tuple[Outage, ...]:
@@ -72,11 +64,8 @@ def attributed(outages: Sequence[Outage], nodes: Sequence[str]) -> tuple[Outage,
     found = [one for one in outages if one.kind is not OutageKind.LINK]
     while links:
         first = links[0]
-        same = [
-            one
-            for one in links
-            if one.observer == first.observer and abs(one.since_ns - first.since_ns) <= _SAME_MOMENT_NS
-        ]
+        near = (one for one in links if abs(one.since_ns - first.since_ns) <= _SAME_MOMENT_NS)
+        same = [one for one in near if one.observer == first.observer]
         links = [one for one in links if one not in same]
         silent = {one.node for one in same}
         if len(silent) > 1 and silent >= set(range(len(nodes))) - {first.observer} and 0 <= first.observer < len(nodes):
@@ -138,10 +127,10 @@ class InProcessRestart(Struct, frozen=True, kw_only=True):
     """Why no further restart was tried; empty: one was."""
 
 
-def read_incident(kind: type[_Incident], line: EventLine, event: RunEvent, **known: Any) -> _Incident:
+def read_incident(record: type[_Incident], line: EventLine, event: RunEvent, **known: Any) -> _Incident:
     """The record of an event, whose fields of the same name it takes; `known` are those that differ."""
     node = SUPERVISOR if line.node is None or line.role == "supervisor" else line.node
     found = {"host": line.host, "node": node, "reported_ns": line.written_ns}
-    names = kind.__struct_fields__
+    names = record.__struct_fields__
     found |= {name: getattr(event, name) for name in names if hasattr(event, name)}
-    return kind(**{name: value for name, value in {**found, **known}.items() if name in names})
+    return record(**{name: value for name, value in {**found, **known}.items() if name in names})

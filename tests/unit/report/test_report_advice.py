@@ -209,7 +209,7 @@ def test_a_runs_costs_are_measured_and_add_up_over_its_attempts(tmp_path: Path) 
     assert costs.restart_seconds == pytest.approx(sum(part.seconds for part in costs.restart_parts), rel=0.1)
     assert costs.longest_step == 31.5
     assert costs.began_on == (("n2", 3),)
-    found = {one.about: one.text for one in advise(history)}
+    found = {one.about: one.text for one in advise(history, goodput)}
     assert "3 of 3 failures began on n2" in found["nodes"]
     assert f"Advice: {found['nodes']}"[:60] in render_text(build_document(history))
 
@@ -240,7 +240,7 @@ def test_what_time_limits_cost_is_measured(tmp_path: Path) -> None:
     assert (costs.failures, costs.queued, costs.time_limits) == (0, 2, 2)
     # To the next step: the end of the old job, the queue, the start of the new one.
     assert costs.time_limit_seconds == pytest.approx(2 * (100 + 700 + 210), abs=5)
-    (found,) = advise(history)
+    (found,) = advise(history, goodput_of(history))
     assert found.about == "time_limit"
 
 
