@@ -31,7 +31,6 @@ from hpc_elastic.report.timeline_attempt import PlacedAttempt, place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.run.node_score import NodeScore
 
-NOT_AVAILABLE = "<N/A>"
 ROOT_CAUSE = "Root Cause (first observed failure)"
 """torchrun prints it so."""
 _TITLES = {
@@ -237,7 +236,7 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure) -
         lost=wording.describe_lost_stderr(subject.attempt, failure),
         details=(
             Fact("exitcode", wording.describe_exit(failure)),
-            Fact("error_file", failure.error_file or NOT_AVAILABLE),
+            Fact("error_file", failure.error_file or wording.NOT_AVAILABLE),
             *([Fact("", f"({failure.problem})")] if failure.problem else []),
             Fact("time", f"{time_text(failure.ended_ns, fine=True)} ({clock})"),
         ),

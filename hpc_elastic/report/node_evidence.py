@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from hpc_elastic.base.outcome import GivenUp
 from hpc_elastic.failures.ranking import Category, FailureClass
@@ -17,9 +19,7 @@ _WORDS = 400
 
 def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
     found: dict[tuple[str, EvidenceKind, int], Evidence] = {}
-    for part in history.attempts:
-        if part.number != attempt:
-            continue
+    for part in (part for part in history.attempts if part.number == attempt):
         for item in (*_unstarted(part), *_of_rounds(part)):
             found.setdefault((item.node, item.kind, item.round), item)
     return tuple(found.values())
@@ -39,32 +39,27 @@ def _unstarted(attempt: AttemptHistory) -> Iterator[Evidence]:
     if len(named) == len(attempt.nodes) and is_known_of_all:
         return
     for name, why in named.items():
-        yield Evidence(
-            node=name,
-            kind=EvidenceKind.LOST,
-            at_ns=attempt.ended_ns or attempt.started_ns or 0,
-            why=" ".join(why.split())[:_WORDS],
-            attempt=attempt.number,
-        )
+        yield _evidence(attempt, name, EvidenceKind.LOST, 0, why)
 
 
 def _of_rounds(attempt: AttemptHistory) -> Iterator[Evidence]:
     for part in attempt.rounds:
+        evidence = partial(_evidence, attempt, round=part.index)
         for loss in part.lost_nodes:
             kind = _kind_of_loss(attempt, loss)
             name = _name(attempt, loss.node, loss.host)
             if kind is not None and name:
-                why = loss.left if loss.left else loss.summary
-                yield _evidence(attempt, part, name, kind, loss.seen_ns, why)
+                yield evidence(name, kind, loss.seen_ns, loss.left or loss.summary)
         yield from _of_failures(attempt, part)
         for one in part.slow_ranks:
             if not one.recovered and (name := _name(attempt, one.slow.node, one.slow.host)):
                 why, mark = f"{SLOW_RANK}: {one.slow}", f"{SLOW_RANK} {one.slow.rank}"
-                yield _evidence(attempt, part, name, EvidenceKind.SLOW, one.slow.since_ns, why, fingerprint=mark)
+                yield evidence(name, EvidenceKind.SLOW, one.slow.since_ns, why, fingerprint=mark)
 
 
 def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:
     """Failures that name a broken part of their node, first or not; and where the round's first failure was."""
+    evidence = partial(_evidence, attempt, round=part.index)
     suspects = {
         node.node: {one.reason for one in part.failures if one.node == node.node and one.node_suspect}
         for node in part.nodes
@@ -75,7 +70,7 @@ def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Eviden
         name = _name(attempt, failure.node, failure.host)
         if failure.node_suspect and failure.reason not in shared and name:
             why = failure.reason or failure.headline
-            yield _evidence(attempt, part, name, EvidenceKind.HARDWARE, failure.ended_ns, why)
+            yield evidence(name, EvidenceKind.HARDWARE, failure.ended_ns, why)
     if not part.failures:
         return
     verdict = verdict_of(part)
@@ -87,10 +82,7 @@ def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Eviden
             node = next((one.node for one in part.nodes if one.host == host), -1)
             if apart := _name(attempt, node, host):
                 why = f"all its workers failed alike, and none elsewhere: {first.headline}"
-                yield _evidence(
-                    attempt, part, apart, EvidenceKind.APART, first.ended_ns, why,
-                    fingerprint=first.fingerprint,
-                )  # fmt: skip
+                yield evidence(apart, EvidenceKind.APART, first.ended_ns, why, fingerprint=first.fingerprint)
         return
     hosts = {failure.host for failure in part.failures if failure.global_rank in verdict.same_failure}
     name = _name(attempt, first.node, first.host)
@@ -101,7 +93,7 @@ def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Eviden
     is_exception = bool(first.exception_type) and not (infrastructure or first.signal)
     kind = EvidenceKind.FIRST_EXCEPTION if is_exception else EvidenceKind.FIRST_FAILURE
     what = f"rank {first.global_rank} failed first: {first.headline}"
-    yield _evidence(attempt, part, name, kind, first.ended_ns, what, fingerprint=first.fingerprint)
+    yield evidence(name, kind, first.ended_ns, what, fingerprint=first.fingerprint)
 
 
 def _kind_of_loss(attempt: AttemptHistory, loss: NodeLoss) -> EvidenceKind | None:
@@ -122,22 +114,12 @@ def _name(attempt: AttemptHistory, node: int, host: str) -> str:
     return host if host in attempt.nodes else ""
 
 
-def _evidence(
-    attempt: AttemptHistory,
-    part: RoundHistory,
-    name: str,
-    kind: EvidenceKind,
-    at_ns: int,
-    why: str,
-    *,
-    fingerprint: str = "",
-) -> Evidence:
+def _evidence(attempt: AttemptHistory, node: str, kind: EvidenceKind, at_ns: int, why: str, **more: Any) -> Evidence:
     return Evidence(
-        node=name,
+        node=node,
         kind=kind,
         at_ns=at_ns or attempt.ended_ns or attempt.started_ns or 0,
         why=" ".join(why.split())[:_WORDS],
-        fingerprint=fingerprint,
         attempt=attempt.number,
-        round=part.index,
+        **more,
     )

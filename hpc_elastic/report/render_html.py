@@ -21,7 +21,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.blocks import AttemptEntry, RoundEntry
 from hpc_elastic.report.clocks import NOTABLE_NS
-from hpc_elastic.report.document import NOT_AVAILABLE, Document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_html_chart import (
@@ -179,15 +179,8 @@ def _verdict(document: Document, *, opens: int | None) -> dict[str, Any]:
     outcome = [("" if number else "recovery", _arrow(line)) for number, line in enumerate(document.done)]
     texts = evidence_texts(finding.evidence, TextRoom(), is_open=True) if finding.evidence is not None else []
     # torch puts a ``_`` between the date and the hour.
-    details = [
-        one._replace(text=one.text.replace("_", " ", 1)) if one.name == "time" else one for one in finding.details
-    ]
-    return {
-        "facts": facts,
-        "texts": texts,
-        "outcome": [*outcome, *details, *document.notes],
-        "opens": opens,
-    }
+    details = [(name, text.replace("_", " ", 1) if name == "time" else text) for name, text in finding.details]
+    return {"facts": facts, "texts": texts, "outcome": [*outcome, *details, *document.notes], "opens": opens}
 
 
 def _arrow(line: str) -> str:
@@ -314,23 +307,24 @@ class Text(Struct, frozen=True, kw_only=True):
 
 
 def make_window(entry: Entry, room: TextRoom) -> dict[str, Any]:
-    facts: list[tuple[str, str]] = [
-        ("kind", entry.kind.value),
-        ("where", f"{describe_whose(entry)}, round {entry.round} of attempt {entry.attempt}"),
-    ]
+    facts = {
+        "kind": entry.kind.value,
+        "where": f"{describe_whose(entry)}, round {entry.round} of attempt {entry.attempt}",
+    }
     if (loss := entry.loss) is not None:
-        facts.append(("taken out at", clock_time(loss.seen_ns, fine=True)))
-        facts += [("without a heartbeat", duration(loss.age))] if loss.age else []
-        facts += [("known", loss.detail)] if loss.detail else []
-    window: dict[str, Any] = {"entry": entry, "facts": facts}
+        facts["taken out at"] = clock_time(loss.seen_ns, fine=True)
+        facts |= {"without a heartbeat": duration(loss.age) if loss.age else "", "known": loss.detail}
+    window: dict[str, Any] = {"entry": entry}
     if entry.fold is not None:
         first = entry.fold.first
-        facts.append(("first at", f"{clock_time(first.ended_ns, fine=True)} ({first.host}'s clock)"))
-        facts.append(("exitcode", wording.describe_exit(first)))
-        facts.append(("class", wording.describe_class(first)))
-        facts += [("last step", str(first.last_step))] if first.last_step is not None else []
-        facts.append(("error_file", first.error_file or NOT_AVAILABLE))
-        facts += [("note", first.problem)] if first.problem else []
+        facts |= {
+            "first at": f"{clock_time(first.ended_ns, fine=True)} ({first.host}'s clock)",
+            "exitcode": wording.describe_exit(first),
+            "class": wording.describe_class(first),
+            "last step": "" if first.last_step is None else str(first.last_step),
+            "error_file": first.error_file or wording.NOT_AVAILABLE,
+            "note": first.problem,
+        }
         window["texts"] = evidence_texts(first, room, is_open=True)
         window["other_texts"] = [
             text
@@ -338,7 +332,7 @@ def make_window(entry: Entry, room: TextRoom) -> dict[str, Any]:
             if same.first is not first
             for text in evidence_texts(same.first, room, is_open=False, whose=ranks(same.ranks, limit=40))
         ]
-    return window
+    return {**window, "facts": [fact for fact in facts.items() if fact[1]]}
 
 
 def evidence_texts(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whose: str = "") -> list[Text]:

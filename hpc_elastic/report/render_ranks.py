@@ -11,7 +11,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_text import text_field
 from hpc_elastic.report.subject import choose_subject
-from hpc_elastic.report.wording import describe_class
+from hpc_elastic.report.wording import NOT_AVAILABLE, describe_class, describe_exit
 from hpc_elastic.run.paths import RankPaths, RunPaths
 
 _RULE = 60
@@ -48,16 +48,9 @@ def render_ranks(
         chosen = chosen or rounds[-1:]
     if not chosen:
         return "no round has begun: nothing is known of any rank\n"
-    lines: list[str] = []
-    for item, part in chosen:
-        lines += _round_lines(history, item, part, ranks, stacks)
-    elsewhere = [
-        failure
-        for item, part in rounds
-        if not any(part is other for _, other in chosen)
-        for failure in part.failures
-        if failure.global_rank in ranks
-    ]
+    lines = [line for item, part in chosen for line in _round_lines(history, item, part, ranks, stacks)]
+    others = [part for _, part in rounds if not any(part is other for _, other in chosen)]
+    elsewhere = [failure for part in others for failure in part.failures if failure.global_rank in ranks]
     if elsewhere:
         lines.append(f"... and {plural(len(elsewhere), 'failure')} of theirs in other rounds (--all shows them)")
     return "\n".join(map(clean_line, lines)) + "\n"
@@ -84,19 +77,17 @@ def _round_lines(
 
 
 def _failed(failure: WorkerFailure, shown: dict[str, int]) -> list[str]:
-    signal = f" ({failure.signal})" if failure.signal else ""
     local = f" (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else ""
-    lines = [
-        f"Rank {failure.global_rank}{local} on {clean_line(failure.host)}: {clean_line(failure.headline)}",
-        text_field("time", f"{time_text(failure.ended_ns, fine=True)} ({clean_line(failure.host)}'s clock)"),
-        text_field("exitcode", f"{failure.exitcode} (pid: {failure.pid}){signal}"),
-        text_field("kind", clean_line(describe_class(failure))),
-        text_field("error_file", clean_line(failure.error_file) or "<N/A>"),
+    fields = [
+        ("time", f"{time_text(failure.ended_ns, fine=True)} ({failure.host}'s clock)"),
+        ("exitcode", describe_exit(failure)),
+        ("kind", describe_class(failure)),
+        ("error_file", failure.error_file or NOT_AVAILABLE),
+        *([("", failure.problem)] if failure.problem else []),
+        *([("last step", str(failure.last_step))] if failure.last_step is not None else []),
     ]
-    if failure.problem:
-        lines.append(text_field("", clean_line(failure.problem)))
-    if failure.last_step is not None:
-        lines.append(text_field("last step", str(failure.last_step)))
+    lines = [f"Rank {failure.global_rank}{local} on {clean_line(failure.host)}: {clean_line(failure.headline)}"]
+    lines += [text_field(name, clean_line(text)) for name, text in fields]
     message = clean_lines(failure.message)
     if len(message) > 1:
         lines += [text_field("message", "").rstrip(), *(f"    {line}" for line in message)]
@@ -124,9 +115,8 @@ def _well(part: RoundHistory, rank: int) -> list[str]:
     lines = [f"Rank {rank}{where}: no failure of it is recorded{lost}"]
     if status is not None:
         section = f" in {clean_line(status.section)}" if status.section else ""
-        lines.append(
-            text_field("last sign", f"{status.at}{section}, {status.age:.1f} s old at {time_text(status.reported_ns)}")
-        )
+        sign = f"{status.at}{section}, {status.age:.1f} s old at {time_text(status.reported_ns)}"
+        lines.append(text_field("last sign", sign))
     group = next((group for group in part.stacks if rank in group.ranks and group.stack), None)
     if group is not None:
         lines += [text_field("stack", "of its main thread:"), *(f"    {clean_line(line)}" for line in group.stack)]

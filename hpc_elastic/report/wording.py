@@ -25,6 +25,7 @@ from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import describe_begun_again
 from hpc_elastic.worker_api.heartbeat_record import SETUP
 
+NOT_AVAILABLE = "<N/A>"
 FAILURE_WORDS = {
     FailureClass.ROOT: "failure",
     FailureClass.HANG: "hang",
