@@ -164,7 +164,7 @@ def _text(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> st
 
 
 def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> str:
-    from hpc_elastic.report.render_ranks import render_ranks, world_size
+    from hpc_elastic.report.render_text import render_ranks, world_size
 
     ranks = parse_numbers(args.rank, option="--rank")
     size = world_size(history, attempt=attempt)

@@ -26,9 +26,8 @@ from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind
 from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without
-from hpc_elastic.report.suspects import of_several
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, place_attempts
-from hpc_elastic.report.verdict import Cause, Confidence
+from hpc_elastic.report.verdict import Cause, Confidence, of_several
 from hpc_elastic.run.node_score import NodeScore
 
 ROOT_CAUSE = "Root Cause (first observed failure)"

@@ -34,8 +34,13 @@ from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import START_REFUSED, NodeLoss, RoundHistory
-from hpc_elastic.report.suspects import (
+from hpc_elastic.report.verdict import (
+    ONLY_FAILURE,
+    Cause,
+    Confidence,
     RanksKnown,
+    Verdict,
+    decide_hang,
     find_early_ends,
     find_ends_before_hang,
     find_late_ends,
@@ -43,8 +48,8 @@ from hpc_elastic.report.suspects import (
     find_silent,
     in_order,
     look_at,
+    of_worker,
 )
-from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, decide_hang, of_worker
 from hpc_elastic.run.node_score import is_everywhere
 
 _HOSTS = 3
