@@ -75,6 +75,7 @@ def _values(record: object, *names: str, null: tuple[str, ...] = (), **other: An
     `other`: what is written beside them, or in place of them.
     """
     value: dict[str, Any] = to_builtins({name: getattr(record, name) for name in names} if names else record)
+    value |= {name: list(item) for name, item in value.items() if type(item) is tuple}
     value |= {name: None for name in (*_NULLABLE, *null) if value.get(name) == ""}
     return {**value, **other}
 
