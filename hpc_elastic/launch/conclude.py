@@ -320,6 +320,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: i
     """Pass the first failure on to an outer scheduler, which has set TORCHELASTIC_ERROR_FILE."""
     from hpc_elastic.failures.error_file import read_error_file, write_summary
     from hpc_elastic.failures.error_handler import ErrorHandler
+    from hpc_elastic.report.verdict import Cause
 
     failure = verdict.failure
     if failure is not None and failure.error_file and read_error_file(failure.error_file).found:
@@ -327,7 +328,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: i
         return
     if result.outcome not in (Outcome.FAILED, Outcome.TOO_FEW_NODES):
         return  # it was asked to end, and no worker had failed
-    known = verdict.lost_node is not None or failure is not None or bool(verdict.what)
+    known = verdict.lost_node is not None or failure is not None or verdict.cause is Cause.FILESYSTEM
     own: dict[str, object] = {"verdict": verdict.evidence, "reason": result.reason}
     if verdict.category is not None:
         own["category"] = verdict.category.value

@@ -180,22 +180,19 @@ def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -
         )
     if failure is not None:
         return _of_failure(history, subject, failure)
-    if verdict.what:
-        outages = subject.attempt.outages if subject.attempt is not None else ()
+    if verdict.headline:
+        outages = subject.attempt.outages if subject.attempt is not None and verdict.cause is Cause.FILESYSTEM else ()
         since = min((one.since_ns for one in outages if one.kind is OutageKind.FILESYSTEM), default=None)
         details = (Fact("time", f"{time_text(since)} (since then)"),) if since is not None else ()
-        return Finding(title=title, headline=verdict.what, facts=(evidence,), details=details)
-    if verdict.headline:
-        return Finding(title=title, headline=verdict.headline, facts=(evidence,))
+        return Finding(title=title, headline=verdict.headline, facts=(evidence,), details=details)
     if shown is None and history.never_began:
         return Finding(title="The job never began.", facts=(Fact("reason", history.never_began),))
     if shown is None:
         return Finding(title="No failures.")
+    reason = (Fact("reason", shown.reason or wording.describe_end(shown)),)
     return Finding(
         title=f"{wording.describe_end_without_failure(shown)}.",
-        facts=()
-        if shown.outcome == Outcome.CANCELLED.value
-        else (Fact("reason", shown.reason or wording.describe_end(shown)),),
+        facts=() if shown.outcome == Outcome.CANCELLED.value else reason,
     )
 
 
@@ -270,7 +267,7 @@ def _last_steps(part: RoundHistory | None, loss: NodeLoss) -> list[Fact]:
 
 def _bad_agents(subject: Subject, shown: AttemptHistory | None) -> tuple[str, ...]:
     verdict = subject.verdict
-    is_explained = verdict.failure or verdict.lost_node or verdict.what or verdict.headline
+    is_explained = verdict.failure or verdict.lost_node or verdict.headline
     if shown is None or shown.outcome in _ASKED_TO_END or is_explained:
         return ()
     ends = [end for end in shown.agent_ends if end.code != 0][:3]
@@ -288,38 +285,37 @@ def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
             lines.append(wording.describe_decision(subject.attempt.decision))
     if shown is not None and shown.decision and shown.outcome != "succeeded":
         lines.append(wording.describe_decision(shown.decision))
-    failures = subject.round.failures if subject.round is not None else ()
-    root = subject.verdict.failure
-    return [
-        wording.without_failure(wording.without_repeat(line, lines[0]), failures, root) for line in dict.fromkeys(lines)
-    ]
+    failures, root = subject.round.failures if subject.round is not None else (), subject.verdict.failure
+    short = (wording.without_repeat(line, lines[0]) for line in dict.fromkeys(lines))
+    return [wording.without_failure(line, failures, root) for line in short]
 
 
 def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -> list[Fact]:
     notes: list[Fact] = []
     clock = partial(time_text, date=False, fine=True)
+
+    def add(name: str, *lines: str) -> None:
+        notes.extend(Fact(name, line) for line in lines if line)
+
     if shown is not None:
         root = subject.verdict.failure
         for item in (item for item in shown.rounds if item.suspicion):
             if root is None or (root.failure_class, root.round) != (FailureClass.HANG, item.index):
-                when = clock(item.suspected_ns)
-                notes.append(Fact("seemed to hang", f"{when}, round {item.index}: {item.suspicion}"))
+                add("seemed to hang", f"{clock(item.suspected_ns)}, round {item.index}: {item.suspicion}")
         slow = [one for item in shown.rounds for one in item.slow_ranks]
-        notes += [Fact("slow rank", line) for line in wording.describe_slow_ranks(slow, clock)]
-        paces = [one for item in shown.rounds for one in item.slow_run]
-        notes += [Fact("slow run", line) for line in wording.describe_slow_run(paces, clock)]
-        notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
-        notes += [Fact(*note) for note in wording.describe_outages(shown.outages, clock)]
-        notes += [Fact(*note) for note in wording.describe_commands(shown.commands)]
-        if checkpoint := wording.describe_checkpoint(shown):
-            notes.append(Fact("checkpoint", checkpoint))
+        add("slow rank", *wording.describe_slow_ranks(slow, clock))
+        add("slow run", *wording.describe_slow_run([one for item in shown.rounds for one in item.slow_run], clock))
+        add("did without", *nodes_done_without(subject, shown))
+        for note in (*wording.describe_outages(shown.outages, clock), *wording.describe_commands(shown.commands)):
+            notes.append(Fact(*note))
+        add("checkpoint", wording.describe_checkpoint(shown))
         if orphans := [one for item in shown.rounds for one in item.orphans]:
-            notes.append(Fact("outlived", f"its worker, and was ended by the agent: {first_of(orphans, 3)}"))
-        notes += [Fact("output lost", line) for line in wording.describe_losses(shown.output_lost)]
-    notes += [Fact("not resumed", line) for line in wording.describe_rounds_begun_again(history)]
-    notes += [Fact("hang watch", line) for line in wording.describe_unused_timeouts(history)]
+            add("outlived", f"its worker, and was ended by the agent: {first_of(orphans, 3)}")
+        add("output lost", *wording.describe_losses(shown.output_lost))
+    add("not resumed", *wording.describe_rounds_begun_again(history))
+    add("hang watch", *wording.describe_unused_timeouts(history))
     problems = [*history.problems, *(shown.problems if shown is not None else ())]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        notes.append(Fact("incomplete", f"{problems[0]}{more}"))
+        add("incomplete", f"{problems[0]}{more}")
     return notes

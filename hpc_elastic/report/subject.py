@@ -48,13 +48,8 @@ def _by_slurms_end(attempt: AttemptHistory, verdict: Verdict) -> Verdict:
     """Slurm's SIGTERM to the workers is a consequence where Slurm alone knows how the attempt ended."""
     action, _, end = attempt.decision.partition(WITHOUT_VERDICT)
     failure = verdict.failure
-    if (
-        action != "end: "
-        or "(Slurm:" not in end
-        or failure is None
-        or failure.signal != "SIGTERM"
-        or NOT_OURS not in failure.reason
-    ):
+    is_slurms = failure is not None and failure.signal == "SIGTERM" and NOT_OURS in failure.reason
+    if action != "end: " or "(Slurm:" not in end or not is_slurms:
         return verdict
     return Verdict(
         headline=end,
@@ -81,7 +76,7 @@ def _filesystem_subject(attempt: AttemptHistory) -> Subject:
         parts.append(f"a failure that the nodes could not go on from: {verdict_of(broken).summary}")
     verdict = Verdict(
         cause=Cause.FILESYSTEM,
-        what=f"the filesystem of the run directory {how}",
+        headline=f"the filesystem of the run directory {how}",
         evidence="; ".join(parts),
         category=Category.INFRASTRUCTURE,
         fingerprint="filesystem_refused",
@@ -109,10 +104,9 @@ def _find_verdict(part: RoundHistory) -> Verdict:
     if verdict.evidence == ONLY_FAILURE and verdict.failure is not None:
         verdict = replace(verdict, evidence=_beside_stopped(verdict.failure, part))
     elif verdict.failure is not None and len(verdict.same_failure) > 1 and verdict.cause is Cause.WORKER:
-        stopped = (part.world_size or 0) - len({end.rank for end in part.ends} | set(verdict.same_failure))
-        stopped -= sum(
-            1 for one in part.failures if not one.stopped_by_agent and one.global_rank not in verdict.same_failure
-        )
+        same = set(verdict.same_failure)
+        stopped = (part.world_size or 0) - len({end.rank for end in part.ends} | same)
+        stopped -= sum(1 for one in part.failures if not one.stopped_by_agent and one.global_rank not in same)
         if stopped > 0:
             others = f"{plural(stopped, 'other')} {'was' if stopped == 1 else 'were'} stopped before they could fail"
             verdict = replace(verdict, evidence=f"{verdict.evidence}; {others}")

@@ -62,8 +62,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     failure: WorkerFailure | None = None
     """The root cause, or for `Cause.UNKNOWN` the first of the symptoms."""
     lost_node: NodeLoss | None = None
-    what: str = ""
-    """The filesystem's refusal (`Cause.FILESYSTEM`)."""
     category: Category | None = None
     fingerprint: str = ""
     retryable: bool = True
@@ -82,22 +80,14 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        if self.what:
-            return self.what
         if self.lost_node is not None:
             return self.lost_node.summary
         if self.failure is None:
             return self.headline or "no failures"
-        if self.cause is Cause.UNKNOWN:
-            if self.suspects:
-                return f"cause not known. {look_at(self.suspects)}"
-            return f"cause not known. First seen: {self._failure_line}"
-        return self._failure_line
-
-    @property
-    def _failure_line(self) -> str:
-        assert self.failure is not None
-        return f"rank {self.failure.global_rank} on {self.failure.host}: {self.failure.headline}"
+        line = f"rank {self.failure.global_rank} on {self.failure.host}: {self.failure.headline}"
+        if self.cause is not Cause.UNKNOWN:
+            return line
+        return f"cause not known. {look_at(self.suspects) if self.suspects else f'First seen: {line}'}"
 
 
 def of_worker(
