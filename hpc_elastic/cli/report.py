@@ -42,7 +42,7 @@ from hpc_elastic.cli.screen import (
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.subject import with_end
 from hpc_elastic.run.paths import RankPaths, RunPaths
@@ -150,7 +150,7 @@ def _text(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> st
     if args.format == "json":
         from hpc_elastic.report.render_json import json_report
 
-        text = json_report(build_document(history, attempt=attempt))
+        text = json_report(Document(history, attempt=attempt))
         return text.replace("\n", "") + "\n" if args.follow else text
     if args.rank is not None:
         text = _ranks(history, attempt, args)
@@ -158,7 +158,7 @@ def _text(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> st
         from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
 
         width = args.width if args.width is not None else width_for(sys.stdout)
-        document = build_document(history, attempt=attempt)
+        document = Document(history, attempt=attempt)
         text = render_text(document, max_lines=None if args.all else DEFAULT_LINES, width=width)
     return coloured_report(text) if wants_colour(sys.stdout, os.environ) else text
 
@@ -187,7 +187,7 @@ def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
 
     def made() -> str:
         links = ".." if output is None else Path(history.run_dir).as_uri()
-        page = render_html(build_document(history, attempt=attempt), links=links)
+        page = render_html(Document(history, attempt=attempt), links=links)
         return relinked(page, Path(history.run_dir))
 
     if output == "-":

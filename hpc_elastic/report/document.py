@@ -22,11 +22,11 @@ from hpc_elastic.report import wording
 from hpc_elastic.report.advice import Advice, advise
 from hpc_elastic.report.blocks import AttemptEntry, Block, attempt_entries, hung_ranks, other_failures
 from hpc_elastic.report.clocks import NO_CLOCKS
-from hpc_elastic.report.goodput import Goodput, goodput_of
+from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind
 from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without
-from hpc_elastic.report.timeline_attempt import PlacedAttempt, place_attempts
+from hpc_elastic.report.timeline_attempt import place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence, of_several
 from hpc_elastic.run.node_score import NodeScore
 
@@ -66,24 +66,29 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Search terms: exit code, file, time."""
 
 
-class Document(Struct, frozen=True, kw_only=True, dict=True):
-    history: RunHistory
-    subject: Subject
-    shown: AttemptHistory | None
-    """The attempt whose end the report states."""
-    status: str
-    is_fine: bool
-    survived: str
-    """How many failures a run survived that succeeded; empty: none."""
-    finding: Finding
-    agents: tuple[str, ...]
-    """The agents that ended otherwise than well, where no worker failed."""
-    done: tuple[str, ...]
-    """The recovery: what was decided, and what came of it."""
-    notes: tuple[Fact, ...]
-    """Problems beside the cause: missing nodes, outages, lost output, files that can't be read."""
-    goodput: Goodput
-    placed: tuple[PlacedAttempt, ...]
+class Document:
+    """What a report says, on one attempt; None: the verdict is on the last failure, the end the last attempt's."""
+
+    def __init__(self, history: RunHistory, *, attempt: int | None = None) -> None:
+        self.history = history
+        self.subject = subject = choose_subject(history, attempt=attempt)
+        numbered = [part for part in history.attempts if attempt is None or part.number == attempt]
+        self.shown = shown = numbered[-1] if numbered else None
+        """The attempt whose end the report states."""
+        self.status = wording.describe_status(history, shown)
+        is_ended_well = not history.never_began if shown is None else shown.outcome in ("", "succeeded")
+        self.is_fine = subject.verdict.cause is Cause.NONE and is_ended_well
+        succeeded = shown is not None and shown.outcome == "succeeded"
+        self.survived = _survived(failure_count(history, attempt=attempt)) if succeeded else ""
+        self.finding = _nothing_failed(history, numbered) if self.is_fine else _find(history, subject, shown)
+        self.agents = () if self.is_fine else _bad_agents(subject, shown)
+        """The agents that ended otherwise than well, where no worker failed."""
+        self.done = _done(subject, shown)
+        """The recovery: what was decided, and what came of it."""
+        self.notes = _notes(history, subject, shown)
+        """Problems beside the cause: missing nodes, outages, lost output, files that can't be read."""
+        self.placed = place_attempts(history)
+        self.goodput = goodput_of(history, self.placed)
 
     @property
     def advice(self) -> tuple[Advice, ...]:
@@ -117,47 +122,22 @@ class Document(Struct, frozen=True, kw_only=True, dict=True):
         ]
 
 
-def build_document(history: RunHistory, *, attempt: int | None = None) -> Document:
-    """Put the report together, on one attempt; None: the verdict is on the last failure, the end the last attempt's."""
-    subject = choose_subject(history, attempt=attempt)
-    numbered = [part for part in history.attempts if attempt is None or part.number == attempt]
-    shown = numbered[-1] if numbered else None
-    placed = place_attempts(history)
-    succeeded = shown is not None and shown.outcome == "succeeded"
-    is_ended_well = not history.never_began if shown is None else shown.outcome in ("", "succeeded")
-    is_fine = subject.verdict.cause is Cause.NONE and is_ended_well
-    survived, failures = "", failure_count(history, attempt=attempt) if succeeded else 0
+def _survived(failures: int) -> str:
     if failures == 1:
-        survived = "One failure was survived; the run went on and succeeded."
-    elif failures:
-        survived = f"{failures} failures were survived, of which the last is described here; the run succeeded."
-    return Document(
-        history=history,
-        subject=subject,
-        shown=shown,
-        status=wording.describe_status(history, shown),
-        is_fine=is_fine,
-        survived=survived,
-        finding=_nothing_failed(history, shown, history.attempts if attempt is None else ())
-        if is_fine
-        else _find(history, subject, shown),
-        agents=() if is_fine else _bad_agents(subject, shown),
-        done=tuple(_done(subject, shown)),
-        notes=tuple(_notes(history, subject, shown)),
-        goodput=goodput_of(history, placed),
-        placed=placed,
-    )
+        return "One failure was survived; the run went on and succeeded."
+    if not failures:
+        return ""
+    return f"{failures} failures were survived, of which the last is described here; the run succeeded."
 
 
-def _nothing_failed(history: RunHistory, shown: AttemptHistory | None, all_parts: Sequence[AttemptHistory]) -> Finding:
-    parts = all_parts or ([shown] if shown is not None else [])
+def _nothing_failed(history: RunHistory, parts: Sequence[AttemptHistory]) -> Finding:
     restarts = [one for part in parts for item in part.rounds for one in item.in_process if not one.gave_up]
     if not restarts:
         before = [part for part in parts if part is not parts[-1] and part.outcome not in _WITHOUT_FAILURE]
         parts_end = [f"attempt {part.number} {wording.describe_outcome(history, part)}" for part in before]
         if parts_end:
             return Finding(title=f"No failure is recorded, but {first_of(parts_end, _MOST_CAUSES)}.")
-        return Finding(title="No failures." if shown is None or shown.outcome else "No failures so far.")
+        return Finding(title="No failures." if not parts or parts[-1].outcome else "No failures so far.")
     seconds = sum(one.seconds for one in restarts)
     often = plural(len(restarts), "restart")
     return Finding(title=f"No failure ended a round: {often} within the processes, {seconds:.1f} s in all.")

@@ -19,7 +19,7 @@ from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.blocks import AttemptEntry, Block, RoundEntry
-from hpc_elastic.report.document import Document, Fact
+from hpc_elastic.report.document import Document, Fact, Finding
 from hpc_elastic.report.goodput import Cost, Goodput, cost_text, describe_progress, goodput_text, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.subject import choose_subject
@@ -53,7 +53,7 @@ def render_job_log(document: Document, *, width: int = DEFAULT_WIDTH) -> str:
     names |= set() if is_sure else {"verdict"}
     finding = replace(finding, facts=tuple(fact for fact in finding.facts if fact.name in names))
     failure = finding.evidence
-    cause = _cause(replace(document, finding=replace(finding, evidence=None, details=())), width, lines=None, most=2)
+    cause = _cause(document, replace(finding, evidence=None, details=()), width, lines=None, most=2)
     rest = _block(document.others(is_counted=True), width, cap=3)
     rest += [line for block in stacks[:1] for line in _block(block, width, cap=_OTHERS)]
     rest += [*_done(document, width), *_bad_nodes(document, width, cap=_BAD_NODES)]
@@ -86,7 +86,9 @@ def render_text(
     others = [line for block in blocks for line in _block(block, width, cap=None if everything else _OTHERS)]
     fixed = len(head) + len(done) + len(past) + len(others) + 4
     left = None if max_lines is None else max_lines - fixed
-    cause = _cause(document, width, lines=left, most=None if everything or is_file else _HEADLINE_LINES)
+    cause = _cause(
+        document, document.finding, width, lines=left, most=None if everything or is_file else _HEADLINE_LINES
+    )
     if max_lines is not None and (excess := fixed + len(cause) - max_lines) > 0:
         past = _past(document, width, cap=max(1, _HISTORY - excess))
     return _framed(head, [*cause, *others, *done, *past])
@@ -116,9 +118,8 @@ def _head(document: Document, width: int) -> list[str]:
     return lines
 
 
-def _cause(document: Document, width: int, *, lines: int | None, most: int | None) -> list[str]:
+def _cause(document: Document, finding: Finding, width: int, *, lines: int | None, most: int | None) -> list[str]:
     """The root cause in at most so many `lines`, but for the fields themselves; its headline in at most `most`."""
-    finding = document.finding
     title = finding.title if document.is_fine or not finding.headline else f"{finding.title}:"
     found = _split_words(clean_line(title), width, most=most or len(title))
     if finding.headline:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.files import write_private
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import is_cheap, render_html
 from hpc_elastic.report.render_json import json_report
@@ -54,7 +54,7 @@ def write_report(
         history = with_end(
             history or collect_run(run_dir), attempt=attempt, outcome=outcome, exit_code=exit_code, decision=decision
         )
-        document = build_document(history, attempt=attempt)
+        document = Document(history, attempt=attempt)
         text = render_job_log(document)
     except Exception as error:  # the job's end must not fail for want of a report
         nothing = Verdict(confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")

@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
 from tests.browser import picture
 from tests.browser.chromium import Browser
@@ -29,5 +29,5 @@ def test_the_picture_that_is_committed() -> None:
 
 def test_a_picture_is_taken_of_a_page(browser: Browser, tmp_path: Path) -> None:
     requeued_run(tmp_path / "run")
-    html = render_html(build_document(collect_run(tmp_path / "run")))
+    html = render_html(Document(collect_run(tmp_path / "run")))
     assert size(picture.take(browser, html, tmp_path)) == (picture.WIDTH, picture.HEIGHT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
 from tests.browser.chromium import Browser
 from tests.browser.sample_runs import HOSTILE, hostile_run, hung_run, many_nodes_run, requeued_run
@@ -73,7 +73,7 @@ def keep(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def write_page(root: Path, to: Path) -> Path:
-    to.write_text(render_html(build_document(collect_run(root))))
+    to.write_text(render_html(Document(collect_run(root))))
     return to
 
 

@@ -25,7 +25,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli.main import main
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_job_log
 from tests.browser.sample_runs import hostile_run, hung_run, requeued_run
 from tests.rigs.run_builder import START_NS
@@ -142,7 +142,7 @@ def test_what_is_read_of_a_run(name: str, folder: Path, golden: Golden, monkeypa
     else:
         stop_clock(monkeypatch, unpack(folder, name))
     parts = [golden.printed(*(word.format(run=folder / name) for word in command)) for command in COMMANDS]
-    job_log = render_job_log(build_document(collect_run(folder / name)))
+    job_log = render_job_log(Document(collect_run(folder / name)))
     golden.check(name, "".join(parts) + f"the end of the job log\n{job_log}".replace(str(folder), "<RUNS>"))
     assert job_log.count("\n") - FRAME <= 25 or name == "built-hostile", job_log  # whose names are lines long
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.network_nodes.nodes import seconds_to_stop
@@ -125,7 +125,7 @@ def test_a_link_that_comes_and_goes_is_told_with_its_number_and_its_time(tmp_pat
         assert all(3.0 < one["seconds"] < 30.0 for one in run.events("link_lost"))
         assert run.newest_round() == index
         assert not run.events("node_lost")
-        text = render_text(build_document(collect_run(run.attempt.root.parent)))
+        text = render_text(Document(collect_run(run.attempt.root.parent)))
         assert f"n{flapping}: network link lost 2 times, " in text
         run.let_workers_end()
         run.wait_for_ends(range(3))

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_elastic.failures.patterns import symptom_kind
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
 from hpc_elastic.report.wording import brief
 from tests.rigs.golden_report import normalise
@@ -115,7 +115,7 @@ class Catalogue:
 
 def shown_report(run: LocalRun) -> str:
     """What `hpc-elastic report` prints; report.txt may have more of a long cause."""
-    return render_text(build_document(collect_run(run.paths.root), attempt=run.attempt().number))
+    return render_text(Document(collect_run(run.paths.root), attempt=run.attempt().number))
 
 
 def _consequences(report: Mapping[str, Any]) -> dict[str, str]:

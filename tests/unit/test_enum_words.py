@@ -25,7 +25,7 @@ from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_status import RunState, read_status
 from hpc_elastic.report import document as document_module
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.event_text import describe_event
 from hpc_elastic.report.incidents import OutageKind, read_outage
 from hpc_elastic.report.render_html import render_html
@@ -85,9 +85,9 @@ def shown_by_all(builder: RunBuilder) -> dict[str, str]:
     """The run's report by each renderer."""
     history = collect_run(builder.root)
     found = {
-        "text": render_text(build_document(history), max_lines=None),
-        "html": re.sub(r"<[^>]*>", " ", render_html(build_document(history))),
-        "json": json_report(build_document(history)),
+        "text": render_text(Document(history), max_lines=None),
+        "html": re.sub(r"<[^>]*>", " ", render_html(Document(history))),
+        "json": json_report(Document(history)),
     }
     json.loads(found["json"])
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.golden_report import normalise
@@ -45,7 +45,7 @@ def golden(
         number=0, nodes=("n1", "n2"), started_ns=started_ns, outcome="failed", exit_code=1, rounds=(part,)
     )
     history = RunHistory(run_id="r", run_dir=f"{FOLDER}/runs/20261121-053000-train-9f3c", name="train.py")
-    return normalise(render_text(build_document(replace(history, attempts=(attempt,)))), folder=FOLDER)
+    return normalise(render_text(Document(replace(history, attempts=(attempt,)))), folder=FOLDER)
 
 
 USUAL = golden((CLOSED, CLOSED, CLOSED))

@@ -11,7 +11,7 @@ from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.excerpt import make_excerpt, user_frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import RunBuilder, make_failure
 
@@ -153,6 +153,6 @@ def test_of_a_long_chain_the_first_exception_is_shown_with_its_line(tmp_path: Pa
     builder.attempt(0)
     builder.round(0, 0, at=1)
     builder.fail(failure)
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "  caused by : OSError: no cache\n" in text
     assert "  began with: IndexError: shard 7 is empty (1 exception between)\n" in text

@@ -15,7 +15,7 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.report.advice import MeasuredCosts, advise, advise_by, interval_cost, measure_costs
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.goodput import Goodput, RestartPart, goodput_of
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
@@ -211,7 +211,7 @@ def test_a_runs_costs_are_measured_and_add_up_over_its_attempts(tmp_path: Path) 
     assert costs.began_on == (("n2", 3),)
     found = {one.about: one.text for one in advise(history, goodput)}
     assert "3 of 3 failures began on n2" in found["nodes"]
-    assert f"Advice: {found['nodes']}"[:60] in render_text(build_document(history))
+    assert f"Advice: {found['nodes']}"[:60] in render_text(Document(history))
 
 
 def limited_run(root: Path) -> RunBuilder:

@@ -6,7 +6,7 @@ from html import unescape
 from pathlib import Path
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
@@ -23,9 +23,9 @@ WHYS = {
 
 def test_every_report_says_what_each_suspect_entered_and_what_it_did_not(tmp_path: Path) -> None:
     history = collect_run(collectives_run(tmp_path / "run").root)
-    suspects = render_json(build_document(history))["verdict"]["suspects"]
+    suspects = render_json(Document(history))["verdict"]["suspects"]
     assert {one["rank"]: one["why"] for one in suspects} == WHYS
-    text, page = " ".join(render_text(build_document(history)).split()), unescape(render_html(build_document(history)))
+    text, page = " ".join(render_text(Document(history)).split()), unescape(render_html(Document(history)))
     for rank, why in WHYS.items():
         assert f"rank {rank} (n1): {why}" in text
         assert f"rank {rank} (n1): {why}" in page

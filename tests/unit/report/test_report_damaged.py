@@ -12,7 +12,7 @@ import pytest
 
 from hpc_elastic.base import codec
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
@@ -93,13 +93,13 @@ def test_never_a_traceback(whole: Path, tmp_path: Path, seed: int) -> None:
     damage(root, chance)
     (root / "attempt-001").mkdir(exist_ok=True)  # so that it is a run directory at all
     history = collect_run(root)
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert len(text.splitlines()) <= 40
     assert not any(ord(char) < 32 and char != "\n" for char in text)
-    assert len(json.loads(json_report(build_document(history)))["attempts"]) == len(history.attempts)
-    assert render_html(build_document(history)).startswith("<!doctype html>")
+    assert len(json.loads(json_report(Document(history)))["attempts"]) == len(history.attempts)
+    assert render_html(Document(history)).startswith("<!doctype html>")
     for attempt in history.attempts:
-        assert render_text(build_document(history, attempt=attempt.number), max_lines=None)
+        assert render_text(Document(history, attempt=attempt.number), max_lines=None)
         told = root / f"attempt-{attempt.number:03d}" / "attempt.json"
         is_lost = not told.is_file() or b'"version": 1' not in told.read_bytes()
         assert not is_lost or any(problem.startswith("attempt.json: ") for problem in attempt.problems)
@@ -121,13 +121,13 @@ def test_one_witness_is_enough_for_the_cause(whole: Path, tmp_path: Path, kept: 
     (failure,) = (f for f in collect_run(root).attempts[0].rounds[0].failures if f.global_rank == 5)
     assert failure.message == "ValueError: bad batch 17"
     assert (failure.attempt, failure.round) == (0, 0)
-    text = render_text(build_document(collect_run(root)))
+    text = render_text(Document(collect_run(root)))
     assert "  incomplete   : " in text
 
 
 def test_a_copy_elsewhere_tells_the_same(whole: Path, tmp_path: Path) -> None:
     root = tmp_path / "elsewhere" / "run-1"
     shutil.copytree(whole, root)
-    here, there = (json.loads(json_report(build_document(collect_run(folder)))) for folder in (whole, root))
+    here, there = (json.loads(json_report(Document(collect_run(folder)))) for folder in (whole, root))
     assert str(whole) not in json.dumps(there["verdict"])
     assert json.dumps(there).replace(str(root), str(whole)) == json.dumps(here)

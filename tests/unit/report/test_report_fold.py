@@ -16,7 +16,7 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
@@ -178,12 +178,12 @@ def _many_words(root: Path, *, cause: str = "ValueError: bad batch", error_files
 def test_a_lost_peer_on_512_ranks_is_one_line(tmp_path: Path, error_files: bool) -> None:
     """Also where only the agents' events are left."""
     history = collect_run(_many_words(tmp_path / "run", error_files=error_files).root)
-    lines = render_text(build_document(history)).splitlines()
+    lines = render_text(Document(history)).splitlines()
     at = lines.index("Other failures in that round: 511")
     assert lines[at + 1].startswith("  ranks 0-36,38-511 on 64 hosts, from ")
     assert "[consequence, in 3 wordings]: RuntimeError: Connection closed by p..." in lines[at + 1]
     assert not lines[at + 2].startswith("  rank")
-    lines = render_text(build_document(history), max_lines=None).splitlines()
+    lines = render_text(Document(history), max_lines=None).splitlines()
     at = lines.index("Other failures in that round: 511")
     assert lines[at + 2].startswith("    ranks 0,2-5,7-10,")
     assert ": RuntimeError: Connection closed by peer [10.0.0.3]" in lines[at + 2]
@@ -193,7 +193,7 @@ def test_a_lost_peer_on_512_ranks_is_one_line(tmp_path: Path, error_files: bool)
 
 
 def test_the_json_keeps_every_wording(tmp_path: Path) -> None:
-    value = json.loads(json.dumps(render_json(build_document(collect_run(_many_words(tmp_path / "run").root)))))
+    value = json.loads(json.dumps(render_json(Document(collect_run(_many_words(tmp_path / "run").root)))))
     cause, loss = value["attempts"][0]["rounds"][0]["failures"]
     assert cause["wordings"] == []
     assert [same["count"] for same in loss["wordings"]] == [407, 103, 1]
@@ -204,7 +204,7 @@ def test_the_json_keeps_every_wording(tmp_path: Path) -> None:
 
 
 def test_the_page_keeps_every_wording(tmp_path: Path) -> None:
-    page = render_html(build_document(collect_run(_many_words(tmp_path / "run").root)))
+    page = render_html(Document(collect_run(_many_words(tmp_path / "run").root)))
     assert page.count("Connection closed by peer [10.0.0.3]:24496. This is typically caused by a remote worker") > 1
     assert "(+2 other wordings)" in page
     for number in (407, 103, 1):
@@ -218,6 +218,6 @@ def test_where_all_are_consequences_the_words_part_nobody(tmp_path: Path) -> Non
     failures = [make_failure(rank, at=rank, exception=text) for rank, text in enumerate(LOSSES)]
     assert decide_verdict(failures).same_failure == tuple(range(len(LOSSES)))
     builder = _many_words(tmp_path / "run", cause=READ)
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     (line,) = [line for line in lines if line.startswith("  ranks 0-511 on 64 hosts, from ")]
     assert "[consequence, in 3 wordings]" in line

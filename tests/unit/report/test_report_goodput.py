@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import write_json
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.goodput import (
     ONE_STEP,
     STEPS_GO_BACK,
@@ -88,13 +88,13 @@ def test_steps_that_were_done_again_are_no_goodput(builder: RunBuilder) -> None:
 
 def test_the_report_names_each_part(builder: RunBuilder) -> None:
     failed_once(builder)
-    text = " ".join(render_text(build_document(collect_run(builder.root))).split())
+    text = " ".join(render_text(Document(collect_run(builder.root))).split())
     assert (
         "Goodput: 56.5 % of 4 min 22 s (51.0 s in steps that were lost, 20.0 s in checkpoints, 10.0 s to start, "
         in text
     )
     assert "to restart after 1 failure" in text
-    page = render_html(build_document(collect_run(builder.root)))
+    page = render_html(Document(collect_run(builder.root)))
     assert "in steps that were kept: 2 min 28 s" in page
     assert 'aria-label="Goodput"' in page
 
@@ -165,7 +165,7 @@ def test_a_hang_that_was_only_observed_is_no_good_time_and_stands_in_the_report(
     history = collect_run(builder.root)
     goodput = goodput_of(history)
     assert (round(goodput.kept), round(goodput.hanging)) == (100, 890)
-    text = " ".join(render_text(build_document(history), width=100).split())
+    text = " ".join(render_text(Document(history), width=100).split())
     assert f"round 0: {reason}" in text
 
 
@@ -197,10 +197,10 @@ def test_without_steps_it_is_uptime(builder: RunBuilder) -> None:
     history = collect_run(builder.root)
     goodput = goodput_of(history)
     assert (goodput.steps_known, goodput.why_unknown) == (False, STEPS_UNKNOWN)
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "Uptime: 89." in text
     assert "Goodput" not in text
-    assert 'aria-label="Uptime"' in render_html(build_document(history))
+    assert 'aria-label="Uptime"' in render_html(Document(history))
 
 
 def test_counted_steps_show_when_training_was_back_and_not_what_was_done_again(builder: RunBuilder) -> None:
@@ -221,8 +221,8 @@ def test_counted_steps_show_when_training_was_back_and_not_what_was_done_again(b
     (cost,) = goodput.costs
     assert cost.seconds == pytest.approx(20, abs=0.1), "from the last step before to the first step after"
     assert goodput.starting == pytest.approx(20, abs=0.1)
-    assert "Progress: optimizer. Which steps were done again is not known" in render_text(build_document(history))
-    assert "Progress: optimizer. Which steps were done again is not known" in render_html(build_document(history))
+    assert "Progress: optimizer. Which steps were done again is not known" in render_text(Document(history))
+    assert "Progress: optimizer. Which steps were done again is not known" in render_html(Document(history))
 
 
 def test_collectives_show_when_training_was_back_where_no_step_of_the_run_is_known(builder: RunBuilder) -> None:
@@ -255,8 +255,8 @@ def test_without_steps_processes_that_are_up_are_no_recovery(builder: RunBuilder
     builder.succeeded(0, 1, at=110)
     builder.end(0, at=112, outcome="succeeded", code=0)
     history = collect_run(builder.root)
-    text = " ".join(render_text(build_document(history)).split())
-    page = render_html(build_document(history))
+    text = " ".join(render_text(Document(history)).split())
+    page = render_html(Document(history))
     assert "processes up after 2.0 s" in text
     assert "Progress: unknown, since no step was reported or counted: when training was back is not known;" in text
     assert "Progress: unknown" in page
@@ -280,7 +280,7 @@ def test_a_round_that_ends_before_its_first_step_is_no_recovery(builder: RunBuil
     first, second = goodput_of(history).costs
     assert (first.recovered, second.recovered) == (False, True)
     assert first.seconds + second.seconds == pytest.approx(30, abs=0.1)
-    assert "s, no step after it: rank 1" in render_text(build_document(history))
+    assert "s, no step after it: rank 1" in render_text(Document(history))
 
 
 def test_steps_that_go_back_by_themselves_measure_nothing(builder: RunBuilder) -> None:
@@ -327,13 +327,13 @@ def test_a_section_that_was_never_entered_is_named(builder: RunBuilder) -> None:
     write_json(builder.paths.run_json, {"version": 1, "run_id": "run", "section_timeouts": timeouts})
     builder.round(0, 0, at=10)
     builder.succeeded(0, 0, at=20)
-    unsure = render_text(build_document(collect_run(builder.root)))
+    unsure = render_text(Document(collect_run(builder.root)))
     assert "never entered" not in unsure, "it goes on"
     stopped(builder, 0, 20, progress(0, 10, 50, 19))
     builder.end(0, at=21, outcome="succeeded", code=0)
     for text in (
-        render_text(build_document(collect_run(builder.root))),
-        unescape(render_html(build_document(collect_run(builder.root)))),
+        render_text(Document(collect_run(builder.root))),
+        unescape(render_html(Document(collect_run(builder.root)))),
     ):
         assert "section 'stepp' was never entered; its hang detection did nothing" in text
         assert text.count("was never entered") == 1
@@ -345,14 +345,14 @@ def test_a_round_that_begins_at_the_first_step_again_is_noted(builder: RunBuilde
     builder.round(0, 1, at=60)
     stopped(builder, 1, 70, progress(151, 60, 160, 69))
     builder.end(0, at=71, outcome="preempted", code=75)
-    assert "not resumed" not in render_text(build_document(collect_run(builder.root)))
+    assert "not resumed" not in render_text(Document(collect_run(builder.root)))
     builder.attempt(1, at=80)
     builder.round(1, 0, at=90)
     stopped(builder, 0, 95, progress(0, 91, 7, 94), attempt=1)
     builder.end(1, at=96, outcome="succeeded", code=0)
     for text in (
-        render_text(build_document(collect_run(builder.root))),
-        render_html(build_document(collect_run(builder.root))),
+        render_text(Document(collect_run(builder.root))),
+        render_html(Document(collect_run(builder.root))),
     ):
         flat = " ".join(text.split())
         assert "attempt 1, round 0: training began at step 0 again, after step 160 of an earlier round" in flat
@@ -366,7 +366,7 @@ def test_a_run_without_events_has_the_end_that_its_result_states(builder: RunBui
         outcome="failed", reason="restarts exhausted", exit_code=1, action="end", decision="0 of 0 requeues used"
     ).save(folder.result_json)
     shutil.rmtree(folder.events)
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "train.py FAILED (exit code 1) - attempt 0" in text
     assert "is running" not in text
     assert "incomplete   : the supervisor's events are missing (and 1 more)" in text
@@ -379,7 +379,7 @@ def test_a_run_that_succeeded_was_not_given_up(builder: RunBuilder) -> None:
     builder.event(0, "agent", 0, 110, "closed", round=0, outcome="succeeded", reason="all workers ended with 0")
     builder.succeeded(0, 0, at=110)
     builder.end(0, at=112, outcome="succeeded", code=0)
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "given up" not in text
     assert "Recovery: none was needed: all workers ended with 0" in text
 

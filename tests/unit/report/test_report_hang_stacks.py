@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
@@ -53,7 +53,7 @@ def builder(tmp_path: Path) -> RunBuilder:
 
 
 def test_the_text_has_every_rank(builder: RunBuilder) -> None:
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     start = text.index("Where each rank's main thread was")
     assert text[start:].splitlines()[1:7] == [
         f"  rank 3: no Python stack; {STUCK}",
@@ -66,13 +66,13 @@ def test_the_text_has_every_rank(builder: RunBuilder) -> None:
 
 
 def test_all_has_the_other_threads(builder: RunBuilder) -> None:
-    lines = render_text(build_document(collect_run(builder.root)), max_lines=None).splitlines()
+    lines = render_text(Document(collect_run(builder.root)), max_lines=None).splitlines()
     start = lines.index("Where the other threads were:")
     assert lines[start + 1 : start + 3] == ["  rank 0: get (data.py:3)", "  ranks 1-2 [loader]: get (data.py:3)"]
 
 
 def test_json_has_all(builder: RunBuilder) -> None:
-    (part,) = render_json(build_document(collect_run(builder.root)))["attempts"][0]["rounds"]
+    (part,) = render_json(Document(collect_run(builder.root)))["attempts"][0]["rounds"]
     assert part["stacks"] == [
         {"ranks": "3", "stack": [], "state": STUCK},
         {"ranks": "0-2", "stack": WAIT, "state": ""},
@@ -88,7 +88,7 @@ def test_json_has_all(builder: RunBuilder) -> None:
 
 
 def test_html_has_all_escaped(builder: RunBuilder) -> None:
-    page = render_html(build_document(collect_run(builder.root)))
+    page = render_html(Document(collect_run(builder.root)))
     assert "no Python stack; D (disk sleep) in rpc_wait_bit_killable, system call read &lt;x&gt;" in page
     assert "The other threads: 2 places" in page
     assert "ranks 1-2 (2 ranks, loader)" in page

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_json import VERSION, json_report
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, save_record
 from tests.browser.sample_runs import agents, collectives_run, hung_run, requeued_run
@@ -326,7 +326,7 @@ def empty(root: Path) -> RunBuilder:
 
 @pytest.mark.parametrize("make", [requeued_run, hung_run, collectives_run, everything, unknown_cause, empty])
 def test_every_key_and_its_type(tmp_path: Path, make: Any) -> None:
-    value = json.loads(json_report(build_document(collect_run(make(tmp_path / "run").root))))
+    value = json.loads(json_report(Document(collect_run(make(tmp_path / "run").root))))
     assert list(wrong(value, RUN, "report")) == []
     assert value["version"] == VERSION == 1
 
@@ -354,10 +354,10 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
 
     samples = (requeued_run, hung_run, collectives_run, failing_run, everything, unknown_cause, node_apart)
     for number, make in enumerate(samples):
-        walk(json.loads(json_report(build_document(collect_run(make(tmp_path / f"run-{number}").root)))), "report")
+        walk(json.loads(json_report(Document(collect_run(make(tmp_path / f"run-{number}").root)))), "report")
     builder = everything(tmp_path / "torn")
     builder.paths.run_json.unlink()
-    walk(json.loads(json_report(build_document(collect_run(builder.root)))), "report")
+    walk(json.loads(json_report(Document(collect_run(builder.root)))), "report")
     lists = {
         key
         for part in (*SECTIONS.values(), ROUND["failures"][0], COST, PLACE)
@@ -368,7 +368,7 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
 
 
 def test_times_are_numbers_of_nanoseconds(tmp_path: Path) -> None:
-    value = json.loads(json_report(build_document(collect_run(everything(tmp_path / "run").root))))
+    value = json.loads(json_report(Document(collect_run(everything(tmp_path / "run").root))))
     assert value["attempts"][0]["started_ns"] == START_NS
     assert value["goodput"]["until_ns"] > START_NS
 

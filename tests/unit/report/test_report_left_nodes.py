@@ -8,7 +8,7 @@ import pytest
 
 from hpc_elastic.base.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import RunBuilder, make_failure
@@ -45,10 +45,10 @@ def test_it_is_told_once(builder: RunBuilder, own: bool, coordinator: bool, wher
 def test_the_report_names_it_beside_the_failure_that_it_followed(builder: RunBuilder) -> None:
     tell(builder)
     history = collect_run(builder.root)
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "ValueError: bad" in text.partition("Root Cause (first observed failure):")[2].splitlines()[1]
     assert f"  n3 left: {WHY}" in text.splitlines()
-    (part,) = render_json(build_document(history))["attempts"][0]["rounds"]
+    (part,) = render_json(Document(history))["attempts"][0]["rounds"]
     assert [loss["left"] for loss in part["lost_nodes"]] == [WHY]
 
 
@@ -56,10 +56,10 @@ def test_it_is_the_cause_where_nothing_else_failed(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.event(0, "agent", 2, 1, "health_check_failed", round=0, checks=["gpu"], reason=WHY)
     builder.event(0, "agent", 0, 1, "closed", round=0, outcome="too_few_nodes", reason="3 of at least 4 nodes are left")
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     cause = lines.index("Root Cause (first observed failure):")
     assert lines[cause + 1] == f"  n3 left: {WHY}"
-    verdict = render_json(build_document(collect_run(builder.root)))["verdict"]
+    verdict = render_json(Document(collect_run(builder.root)))["verdict"]
     assert (verdict["cause"], verdict["category"], verdict["fingerprint"]) == ("node", "infrastructure", "node_left")
     assert verdict["retryable"]
 
@@ -79,7 +79,7 @@ def test_rounds_that_lost_different_nodes_are_not_told_as_the_same(builder: RunB
         builder.round(0, index, at=10 * index + 1)
         builder.event(0, "agent", 0, 10 * index + 8, "node_lost", round=index, node=node, host=f"n{node + 1}", age=7.0)
         builder.stopped(0, index, at=10 * index + 8.1)
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert [line for line in text.splitlines() if line.endswith(("node n2 was lost", "node n3 was lost"))][-2:] == [
         line for line in text.splitlines() if line.strip().startswith(("round 0:", "round 1:"))
     ]

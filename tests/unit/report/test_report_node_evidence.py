@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.node_evidence import node_evidence
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
@@ -124,13 +124,13 @@ def test_bad_nodes_stand_in_every_form_of_the_report(tmp_path: Path) -> None:
     record = NodeRecord(evidence=(lost, unfit), excluded=("n3",), saved_ns=START_NS + 10)
     save_record(builder.paths.nodes_json, record)
     history = collect_run(builder.root)
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "Bad nodes: n3 (node n3 was <lost>): left out of later attempts" in text
     assert "           n2 (/tmp is full)\n" in text
-    page = render_html(build_document(history))
+    page = render_html(Document(history))
     assert "Bad nodes" in page
     assert "node n3 was &lt;lost&gt;" in page
-    first, second = render_json(build_document(history))["bad_nodes"]
+    first, second = render_json(Document(history))["bad_nodes"]
     assert (first["node"], first["excluded"], first["score"]) == ("n3", True, 1.0)
     assert first["evidence"] == [
         {"kind": "lost", "why": "node n3 was <lost>", "at_ns": START_NS, "attempt": 0, "round": 0}
@@ -166,24 +166,24 @@ def test_a_node_that_could_not_run_the_agent_is_the_cause_and_is_bad(tmp_path: P
     assert found(builder) == [("n3", LOST)]
     history = collect_run(builder.root)
     said = f"node n3 could not run the agent: {COULD_NOT}"
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert said in text
     assert "\n  n3 (node 2)\n" in text
     assert "incomplete" not in text, "it has no events that could be missing"
     assert "none of the workers" not in text
-    assert "could not run the agent: exit code 127" in render_html(build_document(history))
-    verdict = render_json(build_document(history))["verdict"]
+    assert "could not run the agent: exit code 127" in render_html(Document(history))
+    verdict = render_json(Document(history))["verdict"]
     assert (verdict["cause"], verdict["summary"], verdict["retryable"]) == ("node", said, True)
     assert (verdict["lost_node"]["host"], verdict["lost_node"]["round"]) == ("n3", None)
     assert verdict["lost_node"]["unable"] == f"could not run the agent: {COULD_NOT}"
-    (given_up,) = render_json(build_document(history))["attempts"][0]["nodes_given_up"]
+    (given_up,) = render_json(Document(history))["attempts"][0]["nodes_given_up"]
     assert (given_up["name"], given_up["cause"], given_up["reason"]) == ("n3", "could_not_run", COULD_NOT)
 
 
 def test_of_several_all_are_named(tmp_path: Path) -> None:
     builder = too_few(tmp_path, 1, 2)
     assert found(builder) == [("n2", LOST), ("n3", LOST)]
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "node n2 could not run the agent" in text
     assert "2 other nodes could; node n3 could not run the agent" in " ".join(text.split())
 
@@ -192,11 +192,11 @@ def test_where_all_nodes_fail_alike_none_is_blamed(tmp_path: Path) -> None:
     builder = too_few(tmp_path, 0, 1, 2, 3)
     assert found(builder) == []
     history = collect_run(builder.root)
-    text = " ".join(render_text(build_document(history), max_lines=None).split())
+    text = " ".join(render_text(Document(history), max_lines=None).split())
     assert f"no agent ran on any node: node n1 could not run the agent: {COULD_NOT}" in text
     assert "so it is no single node: look at what they share" in text
-    assert "so it is no single node" in render_html(build_document(history))
-    verdict = render_json(build_document(history))["verdict"]
+    assert "so it is no single node" in render_html(Document(history))
+    verdict = render_json(Document(history))["verdict"]
     assert (verdict["cause"], verdict["category"]) == ("none", "input")
     assert verdict["summary"].startswith("no agent ran on any node")
 
@@ -205,9 +205,7 @@ def test_nor_where_the_batch_host_alone_could(tmp_path: Path) -> None:
     """Of three nodes the other two may both be bad; of four it is what they share."""
     builder = too_few(tmp_path / "four", 1, 2, 3)
     assert found(builder) == []
-    assert "all 4 nodes but the batch host failed" in " ".join(
-        render_text(build_document(collect_run(builder.root))).split()
-    )
+    assert "all 4 nodes but the batch host failed" in " ".join(render_text(Document(collect_run(builder.root))).split())
     assert found(too_few(tmp_path / "three", 1, 2, nodes=3)) == [("n2", LOST), ("n3", LOST)]
 
 
@@ -222,10 +220,10 @@ def test_a_range_that_went_on_without_a_node_tells_it_all_the_same(tmp_path: Pat
     builder.event(0, "supervisor", -1, 60, "attempt_ended", outcome="succeeded", exit_code=0)
     assert found(builder) == [("n4", LOST)]
     history = collect_run(builder.root)
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "No failures." in text
     assert f"did without  : node n4 could not run the agent: {COULD_NOT}" in text
-    assert "node n4 could not run the agent" in render_html(build_document(history))
+    assert "node n4 could not run the agent" in render_html(Document(history))
 
 
 def test_a_node_whose_agents_took_part_and_died_is_not_unable(tmp_path: Path) -> None:
@@ -248,7 +246,7 @@ def test_a_node_that_never_joined_counts_where_the_others_had_waited(tmp_path: P
     assert found(silent) == []
     silent.event(0, "supervisor", -1, 20, "attempt_ended", outcome="too_few_nodes", exit_code=1)
     assert found(silent) == [("n2", LOST)]
-    assert "node n2 never joined the run" in render_text(build_document(collect_run(silent.root)))
+    assert "node n2 never joined the run" in render_text(Document(collect_run(silent.root)))
 
 
 def test_of_a_node_that_was_lost_and_then_could_not_run_the_agent_both_are_told(tmp_path: Path) -> None:
@@ -275,9 +273,9 @@ def test_a_node_whose_workers_alone_lack_something_is_bad(tmp_path: Path) -> Non
         builder.fail(_lacks(rank))
     assert found(builder) == [("n2", EvidenceKind.APART)]
     history = collect_run(builder.root)
-    verdict = render_json(build_document(history))["verdict"]
+    verdict = render_json(Document(history))["verdict"]
     assert (verdict["nodes_apart"], verdict["retryable"], verdict["category"]) == (["n2"], True, "infrastructure")
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "; n2 is suspect\n" in text
     assert "the same failure on all 2 ranks of n2, and on none elsewhere" in text
     assert "not retryable" not in text
@@ -296,9 +294,9 @@ def test_a_read_only_filesystem_is_a_fault_where_one_node_alone_has_it(
         as_judged = replace(failure, failure_class=FailureClass.INFRASTRUCTURE, category=Category.INFRASTRUCTURE)
         builder.fail(replace(as_judged, waited=1.0, reason="a filesystem failed"))
     history = collect_run(builder.root)
-    assert render_json(build_document(history))["verdict"]["category"] == category
+    assert render_json(Document(history))["verdict"]["category"] == category
     kind = "it wrote to a path whose filesystem is read-only" if category == "input" else "a filesystem failed"
-    assert f"{kind} ({category}" in render_text(build_document(history))
+    assert f"{kind} ({category}" in render_text(Document(history))
 
 
 def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:
@@ -308,7 +306,7 @@ def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:
     for rank in range(4):
         builder.fail(_lacks(rank))
     assert found(builder) == []
-    assert "not retryable" in render_text(build_document(collect_run(builder.root)))
+    assert "not retryable" in render_text(Document(collect_run(builder.root)))
 
 
 def test_what_every_agent_refuses_is_the_cause_and_speaks_against_no_node(tmp_path: Path) -> None:
@@ -325,11 +323,11 @@ def test_what_every_agent_refuses_is_the_cause_and_speaks_against_no_node(tmp_pa
         builder.event(0, "supervisor", -1, 3, "attempt_ended", outcome="failed", exit_code=93)
         assert found(builder) == []
         history = collect_run(builder.root)
-        for text in (render_text(build_document(history)), unescape(render_html(build_document(history)))):
+        for text in (render_text(Document(history)), unescape(render_html(Document(history)))):
             assert why in text
             assert "no worker failed" not in text
             assert "could not run the agent" not in text
-        verdict = render_json(build_document(history))["verdict"]
+        verdict = render_json(Document(history))["verdict"]
         assert (verdict["summary"], verdict["category"], verdict["retryable"]) == (why, "input", False)
         assert verdict["lost_node"] is None
 
@@ -338,5 +336,5 @@ def test_a_node_that_alone_refuses_is_named_with_its_reason(tmp_path: Path) -> N
     builder = too_few(tmp_path, 2)
     builder.event(0, "agent", 2, 1, "start_refused", reason="--nproc-per-node gpu: no NVIDIA GPU was found")
     assert found(builder) == [("n3", LOST)]
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "node n3 refused to start: --nproc-per-node gpu: no NVIDIA GPU was found" in text

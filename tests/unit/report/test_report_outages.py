@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.incidents import Outage, OutageKind, attributed
 from hpc_elastic.report.node_evidence import node_evidence
@@ -52,11 +52,11 @@ def build(
 
 def test_a_refusal_that_passed_is_told(tmp_path: Path) -> None:
     history = build(tmp_path, refused=(0, 1, 2), seconds=25.0, outcome="succeeded")
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "  filesystem   : refused n1, n2 and n3 for 25 s from " in text
     assert "on: Permission denied\n                 /runs/r/hb\n" in text
     assert choose_subject(history).verdict.cause is Cause.WORKER, "the worker's failure was survived as ever"
-    told = render_json(build_document(history))["attempts"][0]["outages"]
+    told = render_json(Document(history))["attempts"][0]["outages"]
     assert [(one["kind"], one["host"], one["seconds"], one["over"]) for one in told] == [
         ("filesystem", host, 25.0, True) for host in NODES
     ]
@@ -73,7 +73,7 @@ def test_one_that_lasted_on_several_nodes_is_the_cause_and_no_fault_of_theirs(
     assert "n1" in verdict.evidence
     assert "n3" in verdict.evidence
     assert "SIGKILL" in verdict.evidence, "what the nodes could not go on from"
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "Permission denied" in text.partition("Root Cause")[2]
     assert [one.node for one in node_evidence(history, attempt=0) if one.kind is not EvidenceKind.FIRST_FAILURE] == []
 
@@ -100,12 +100,12 @@ def link(node: int, *, since: float, seconds: float = 8.0, by: int = 0, over: bo
 
 def test_a_flapping_link_is_told_with_its_number_and_its_time(tmp_path: Path) -> None:
     flaps = [link(2, since=10.0 * number, seconds=8.4) for number in range(5)]
-    text = render_text(build_document(build(tmp_path, links=flaps, outcome="succeeded")))
+    text = render_text(Document(build(tmp_path, links=flaps, outcome="succeeded")))
     assert "  network      : n3: network link lost 5 times, 42 s in all, first at " in text
 
 
 def test_one_that_is_not_back_at_the_end_is_told_as_that(tmp_path: Path) -> None:
-    text = render_text(build_document(build(tmp_path, links=[link(1, since=10.0, over=False)], outcome="succeeded")))
+    text = render_text(Document(build(tmp_path, links=[link(1, since=10.0, over=False)], outcome="succeeded")))
     assert "n2: network link lost once, 8 s, first at " in text
     assert "; it was not back at the end" in text
 
@@ -137,11 +137,11 @@ def test_what_slow_ranks_and_a_slow_run_cost(tmp_path: Path) -> None:
     builder.event(0, "agent", 0, 80, "slow_rank_ended", round=0, slow=slow, seconds=40.0, recovered=True)
     builder.event(0, "agent", 0, 100, "run_slowed", round=0, pace=pace)
     builder.end(0, at=150, outcome="succeeded", code=0)
-    text = " ".join(render_text(build_document(collect_run(builder.root))).split())
+    text = " ".join(render_text(Document(collect_run(builder.root))).split())
     assert "slow rank : rank 1 on n2 enters each all_reduce 30 ms after the others (median of 40)" in text
     assert "on for 40.0 s, 10.0 s lost" in text
     assert "slow run : a step takes 1.25 s and took 1 s in the run's best hour: 20% of the time is lost; from" in text
     assert "on to the end" in text
     builder.event(0, "agent", 0, 140, "run_slow_ended", round=0, pace=pace, seconds=40.0)
-    text = " ".join(render_text(build_document(collect_run(builder.root))).split())
+    text = " ".join(render_text(Document(collect_run(builder.root))).split())
     assert "on for 40.0 s, 8.0 s lost" in text

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_json import json_report, render_json
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.write import write_report
@@ -71,7 +71,7 @@ def test_all_cuts_nothing(builder: RunBuilder) -> None:
             )
             builder.fail(failure)
         builder.stopped(0, index, at=18 + 20 * index)
-    text = render_text(build_document(collect_run(builder.root)), max_lines=None, width=70)
+    text = render_text(Document(collect_run(builder.root)), max_lines=None, width=70)
     assert "..." not in text
     assert text.count("word59") > text.count("Traceback")
 
@@ -83,14 +83,14 @@ def test_all_cuts_neither_a_long_headline_nor_ranks(builder: RunBuilder) -> None
     builder.fail(make_failure(0, at=10, exception=f"ValueError: {long}"))
     for rank in range(1, 60, 2):
         builder.fail(make_failure(rank, at=20, exception="KeyError: 'lr'"))
-    text = render_text(build_document(collect_run(builder.root)), max_lines=None)
+    text = render_text(Document(collect_run(builder.root)), max_lines=None)
     assert f"\n  ValueError: {long}\n" in text
     assert f"ranks {','.join(map(str, range(1, 60, 2)))} on" in text
 
 
 def test_512_ranks_on_one_screen(tmp_path: Path) -> None:
     builder = big_run(tmp_path / "big")
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     lines = text.splitlines()
     assert len(lines) <= 40
     assert text.endswith("=\n")
@@ -116,7 +116,7 @@ def test_512_ranks_on_one_screen(tmp_path: Path) -> None:
 
 
 def test_the_root_cause_stands_before_the_others(tmp_path: Path) -> None:
-    text = render_text(build_document(collect_run(big_run(tmp_path / "big").root)))
+    text = render_text(Document(collect_run(big_run(tmp_path / "big").root)))
     order = ["Root Cause (first", "Other failures", "Recovery:", "Attempts and rounds:"]
     places = [text.index(words) for words in order]
     assert places == sorted(places)
@@ -136,20 +136,20 @@ def test_at_most_40_lines_whatever_happened(tmp_path: Path, kinds: int) -> None:
                 builder.fail(make_failure(rank, at=at, exception=text, round_index=index, attempt=number))
         builder.end(number, at=1000 * number + 900, outcome="failed", code=75, decision="requeue: requeue 1 of 3")
     history = collect_run(builder.root)
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert len(text.splitlines()) <= 40
     assert ("more kinds (--all shows them)" in text) == (kinds > 1)
-    whole = render_text(build_document(history), max_lines=None)
+    whole = render_text(Document(history), max_lines=None)
     assert "--all shows" not in whole
     assert len(whole.splitlines()) >= len(text.splitlines()) + (25 if kinds > 1 else 0)
-    assert len(render_text(build_document(history), width=10).splitlines()) <= 40
+    assert len(render_text(Document(history), width=10).splitlines()) <= 40
 
 
 def test_history_spans_attempts_and_folds_rounds_that_went_alike(builder: RunBuilder) -> None:
     exhausted_run(builder)
     builder.attempt(1, at=200)
     builder.round(1, 0, at=201)
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     assert lines[1] == "train.py is running: round 0 since 11:10:01 (no end is recorded) - attempt 1, job 4242"
     assert "  rank 2 (local_rank 0) on n3 (node 2), in train_step (train.py:61), round 3 of attempt 0" in lines
     assert "Recovery: given up: restarts exhausted (3 of 3); requeue 1 of 3 (2 left): restarts exhausted" in lines
@@ -170,15 +170,15 @@ def test_an_attempt_can_be_asked_for(builder: RunBuilder) -> None:
     builder.succeeded(1, 0, at=301)
     builder.end(1, at=302, outcome="succeeded", code=0)
     history = collect_run(builder.root)
-    text = render_text(build_document(history, attempt=1))
+    text = render_text(Document(history, attempt=1))
     assert "train.py SUCCEEDED (exit code 0) - attempt 1, job 4242" in text
     assert "No failures." in text
     assert "Root Cause" not in text
     assert "train.py REQUEUED as attempt 1 (exit code 75) - attempt 0, job 4242" in render_text(
-        build_document(history, attempt=0)
+        Document(history, attempt=0)
     )
     # Asked for none, the failure that was survived is told.
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "  4 failures were survived, of which the last is described here; the run succeeded.\n" in text
     assert "Root Cause (first observed failure):\n  ValueError: bad\n" in text
 
@@ -190,7 +190,7 @@ def test_a_lost_node(builder: RunBuilder) -> None:
         builder.fail(make_failure(rank, at=30.05, exception=f"RuntimeError: {GLOO.format(rank=rank)}"))
     builder.event(0, "agent", 0, 33, "node_lost", round=0, node=2, host="n3", age=3.1)
     builder.round(0, 1, at=34, without=(2,), reason="node 2 stopped its heartbeat")
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     at = lines.index("Root Cause (first observed failure):")
     assert lines[at + 1] == "  node n3 was lost"
     assert "  n3 (node 2), round 0 of attempt 0" in lines
@@ -209,7 +209,7 @@ def test_the_supervisors_reason_does_not_repeat_the_coordinators(builder: RunBui
     reason = "this looks like a bug in the script: the same failure 2 times in a row with no progress between"
     builder.event(0, "agent", 0, 10, "closed", round=1, outcome="failed", reason=reason)
     builder.end(0, at=11, outcome="failed", code=93, decision=f"end: another attempt would end the same way: {reason}")
-    lines = render_text(build_document(collect_run(builder.root)), width=80).splitlines()
+    lines = render_text(Document(collect_run(builder.root)), width=80).splitlines()
     at = lines.index("Recovery:")
     assert lines[at + 1 : at + 4] == [
         "  given up: this looks like a bug in the script: the same failure 2 times in a",
@@ -219,11 +219,11 @@ def test_the_supervisors_reason_does_not_repeat_the_coordinators(builder: RunBui
 
 
 def test_nothing_known_yet(builder: RunBuilder) -> None:
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "train.py has no attempt yet" in text
     assert "No failures." in text
     ended = replace(collect_run(builder.root), never_began="ended before it began (Slurm: FAILED, JobLaunchFailure)")
-    text = render_text(build_document(ended))
+    text = render_text(Document(ended))
     assert "No failures" not in text
     assert "The job never began.\n  reason    : ended before it began (Slurm: FAILED, JobLaunchFailure)" in text
 
@@ -232,7 +232,7 @@ def test_an_attempt_that_failed_without_a_worker(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.event(0, "supervisor", -1, 600, "agent_ended", node=2, name="n3", code=1)
     builder.end(0, at=602, outcome="too_few_nodes", code=1, reason="2 of 3 nodes had not joined after 600 s")
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     assert "train.py TOO FEW NODES (exit code 1) - attempt 0, job 4242" in lines
     assert "Too few nodes." in lines
     assert "  reason    : 2 of 3 nodes had not joined after 600 s" in lines
@@ -243,7 +243,7 @@ def test_stderr_stands_in_for_a_traceback(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.round(0, 0, at=1)
     builder.fail(make_failure(0, at=5, exitcode=3, stderr_tail="epoch 1\n\x1b[31mno data\x1b[0m"))
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     at = lines.index("  stderr    :")
     assert lines[at + 1 : at + 3] == ["    epoch 1", "    no data"]
 
@@ -257,7 +257,7 @@ def test_chained_exceptions_name_their_cause(builder: RunBuilder) -> None:
     joint = "The above exception was the direct cause of the following exception:\n\n"
     failure = make_failure(0, at=5, exception="RuntimeError: no data")
     builder.fail(replace(failure, traceback=inner + joint + failure.traceback))
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     assert "  caused by : KeyError: 'shard'" in lines
 
 
@@ -265,14 +265,14 @@ def test_what_a_worker_planted_does_nothing_to_the_terminal(builder: RunBuilder)
     builder.attempt(0)
     builder.round(0, 0, at=1)
     builder.fail(make_failure(0, at=5, exception="ValueError: \x1b[2J\x1b]0;owned\x07 wiped\r\b\x9b"))
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "\x1b" not in text
     assert not any(ord(char) < 32 and char != "\n" for char in text)
 
 
 def test_json(builder: RunBuilder) -> None:
     exhausted_run(builder)
-    value = json.loads(json.dumps(render_json(build_document(collect_run(builder.root)))))
+    value = json.loads(json.dumps(render_json(Document(collect_run(builder.root)))))
     assert value["version"] == 1
     assert (value["run_id"], value["outcome"], value["exit_code"]) == ("run-1", "failed", 75)
     assert value["decision"].startswith("requeue: ")
@@ -301,7 +301,7 @@ def test_every_json_key_is_documented(builder: RunBuilder) -> None:
             return set(value) | {key for item in value.values() for key in keys(item)}
         return {key for item in value for key in keys(item)} if isinstance(value, list) else set()
 
-    missing = {key for key in keys(render_json(build_document(collect_run(builder.root)))) if f"`{key}`" not in text}
+    missing = {key for key in keys(render_json(Document(collect_run(builder.root)))) if f"`{key}`" not in text}
     assert missing == set()
 
 
@@ -339,13 +339,13 @@ def test_goodput_and_what_each_failure_cost(builder: RunBuilder) -> None:
     builder.succeeded(1, 0, at=301)
     builder.end(1, at=302, outcome="succeeded", code=0)
     history = collect_run(builder.root)
-    lines = render_text(build_document(history)).splitlines()
+    lines = render_text(Document(history)).splitlines()
     assert " ".join(line.strip() for line in lines[-5:-1]) == (
         "Uptime: 51.6 % of 5 min 02 s (1.0 s to start the processes, 27.0 s to restart the processes after 4 failures, "
         "1 min 57 s queued, 1.0 s to end) Progress: unknown, since no step was reported or counted: when training was "
         "back is not known; hpc_elastic.heartbeat(step) shows it."
     )
-    goodput = json.loads(json_report(build_document(history)))["goodput"]
+    goodput = json.loads(json_report(Document(history)))["goodput"]
     parts = [goodput[key] for key in ("training", "starting", "interrupted", "queued", "ending")]
     assert sum(parts) == pytest.approx(goodput["wall"])
     assert goodput["share"] == pytest.approx(goodput["training"] / goodput["wall"])
@@ -364,9 +364,7 @@ def test_a_run_that_goes_on_says_until_when_its_goodput_is_known(builder: RunBui
     builder.stopped(0, 0, at=51)
     builder.round(0, 1, at=60)
     (line,) = [
-        line
-        for line in render_text(build_document(collect_run(builder.root))).splitlines()
-        if line.startswith("Uptime: ")
+        line for line in render_text(Document(collect_run(builder.root))).splitlines() if line.startswith("Uptime: ")
     ]
     assert " until " in line
     assert "the last that is known" in line
@@ -385,7 +383,7 @@ def test_a_long_history_keeps_every_attempt_and_its_last_failure(builder: RunBui
             )
             builder.stopped(number, index, at=start + 16 + 20 * index)
         builder.end(number, at=start + 200, outcome="failed", code=75, decision="requeue: again")
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     past = past_of(lines)
     assert len(past) == 9
     for number in (0, 1):
@@ -403,7 +401,7 @@ def test_a_history_of_many_attempts_keeps_the_last(builder: RunBuilder) -> None:
         builder.round(number, 0, at=100 * number + 1)
         builder.fail(make_failure(1, at=100 * number + 9, exception=f"Kind{number % 2}Error: odd", attempt=number))
         builder.end(number, at=100 * number + 20, outcome="failed", code=75, decision="requeue: again")
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     past = past_of(lines)
     assert past[0] == "  ... 25 earlier attempts (--all shows them)"
     assert [line.split("(")[0].strip() for line in past if line.startswith("  attempt")] == [
@@ -416,7 +414,7 @@ def test_json_text_is_the_json_value(tmp_path: Path, builder: RunBuilder) -> Non
     exhausted_run(builder)
     for root in (builder.root, big_run(tmp_path / "big").root, RunBuilder(tmp_path / "empty").root):
         history = collect_run(root)
-        text = json_report(build_document(history))
-        assert json.loads(text) == json.loads(json.dumps(render_json(build_document(history))))
+        text = json_report(Document(history))
+        assert json.loads(text) == json.loads(json.dumps(render_json(Document(history))))
         assert text.endswith("]}\n")
         assert max(map(len, text.splitlines())) < 1_000_000

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import CHEAP_NODE_ROUNDS, ENTRIES, STYLE, render_html
 from hpc_elastic.report.render_html_chart import ChartLimits, duration
@@ -62,11 +62,11 @@ class Page(HTMLParser):
 
 
 def page_of(builder: RunBuilder) -> Page:
-    return Page(render_html(build_document(collect_run(builder.root))))
+    return Page(render_html(Document(collect_run(builder.root))))
 
 
 def test_verdict_and_goodput_stand_above_the_timeline(tmp_path: Path) -> None:
-    source = render_html(build_document(collect_run(requeued_run(tmp_path / "run").root)))
+    source = render_html(Document(collect_run(requeued_run(tmp_path / "run").root)))
     places = [source.index(f'aria-label="{name}"') for name in ("Verdict", "Uptime", "Timeline of the run", "Failures")]
     assert places == sorted(places)
     page = Page(source)
@@ -110,8 +110,8 @@ def test_a_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
             continue
         for key in ("href", "src", "xlink:href"):
             assert str(attributes.get(key) or "#").startswith("#")
-    assert "url(" not in render_html(build_document(collect_run(tmp_path / "run")))
-    assert "@import" not in render_html(build_document(collect_run(tmp_path / "run")))
+    assert "url(" not in render_html(Document(collect_run(tmp_path / "run")))
+    assert "@import" not in render_html(Document(collect_run(tmp_path / "run")))
 
 
 def test_every_mark_leads_to_its_failure(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_ids_are_unique_and_rows_speak(tmp_path: Path, make: object) -> None:
 
 def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
     builder = hostile_run(tmp_path / "\"'><img src=x onerror=alert(1)>")
-    source = render_html(build_document(collect_run(builder.root)))
+    source = render_html(Document(collect_run(builder.root)))
     page = Page(source)
     assert not {name for name, _ in page.elements} & {"script", "img"}
     assert not [a for _, a in page.elements if "onerror" in a or "src" in a]
@@ -152,13 +152,13 @@ def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
 
 def test_deception_is_shown() -> None:
     name = "abc\u202efdp.exe\u200b a\ud800b a\x00\x1b[31mb"
-    source = render_html(build_document(RunHistory(run_id="r", run_dir="/r", name=name)))
+    source = render_html(Document(RunHistory(run_id="r", run_dir="/r", name=name)))
     assert "<h1>abc\ufffdfdp.exe\ufffd a?b ab</h1>" in source
     source.encode()
 
 
 def test_512_nodes_are_small_and_fold(tmp_path: Path) -> None:
-    source = render_html(build_document(collect_run(many_nodes_run(tmp_path / "run", rounds=3).root)))
+    source = render_html(Document(collect_run(many_nodes_run(tmp_path / "run", rounds=3).root)))
     assert len(source.encode()) < 2_000_000
     page = Page(source)
     alike = page.all("input", id="v-alike")
@@ -179,14 +179,14 @@ def test_limits_are_said(tmp_path: Path) -> None:
             text = f"{name}: odd\n" + "word " * 400
             builder.fail(make_failure(rank, at=100 * index + 50 + rank, exception=text, round_index=index))
     history = collect_run(builder.root)
-    page = Page(render_html(build_document(history), limits=ChartLimits(rows=10, picture_bytes=2000, buttons=5)))
+    page = Page(render_html(Document(history), limits=ChartLimits(rows=10, picture_bytes=2000, buttons=5)))
     for words in (
         "30 of 40 ranks have no row of their own",
         "nodes are not drawn: the page would grow too large",
         f"{360 - ENTRIES} of 360 kinds of failures are left out here",
     ):
         assert words in page.text, words
-    assert len(render_html(build_document(history)).encode()) < 2_000_000
+    assert len(render_html(Document(history)).encode()) < 2_000_000
 
 
 def test_long_tracebacks_are_cut_at_their_beginning(tmp_path: Path) -> None:
@@ -229,12 +229,12 @@ def test_whatever_is_missing(tmp_path: Path, what: str) -> None:
             else:
                 path.unlink()
         (builder.root / "run.json").unlink()
-    page = Page(render_html(build_document(collect_run(root))))
+    page = Page(render_html(Document(collect_run(root))))
     assert page.all("main")
 
 
 def test_no_attempt_at_all() -> None:
-    page = Page(render_html(build_document(RunHistory(run_id="r", run_dir="/r", name="train.py"))))
+    page = Page(render_html(Document(RunHistory(run_id="r", run_dir="/r", name="train.py"))))
     assert "has no attempt yet" in page.text
 
 
@@ -358,7 +358,7 @@ def test_a_hundred_rounds_draw_no_thicket_of_lines(tmp_path: Path) -> None:
         builder.round(0, index, at=10 + 60 * index)
         builder.fail(make_failure(index % 2, at=60 + 60 * index, exception="ValueError: bad", round_index=index))
         builder.stopped(0, index, at=61 + 60 * index)
-    page = render_html(build_document(collect_run(builder.root)))
+    page = render_html(Document(collect_run(builder.root)))
     lines = page.partition('class="lines"')[2].partition("</div>")[0]
     assert 30 <= lines.count("<i") <= 52
 
@@ -369,6 +369,6 @@ def test_lists_of_ranks_break_between_two_of_them(tmp_path: Path) -> None:
     builder.round(0, 0, at=1)
     for rank in range(0, 40, 3):
         builder.fail(make_failure(rank, at=60, exception="ValueError: bad"))
-    page = render_html(build_document(collect_run(builder.root)))
+    page = render_html(Document(collect_run(builder.root)))
     assert "ranks 0,<wbr>3,<wbr>6," in page
     assert "</wbr>" not in page

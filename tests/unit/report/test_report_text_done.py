@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import RunBuilder, make_failure
@@ -34,13 +34,13 @@ def test_the_reason_without_the_cause_that_stands_above(tmp_path: Path, reason: 
     builder.round(0, 0, at=1)
     builder.fail(make_failure(2, at=15, exception="ValueError: bad batch"))
     builder.round(0, 1, at=20, reason=reason)
-    assert shown in render_text(build_document(collect_run(builder.root)))
+    assert shown in render_text(Document(collect_run(builder.root)))
 
 
 def _done(builder: RunBuilder) -> list[str]:
     history = collect_run(builder.root)
-    done = list(build_document(history).done)
-    text = render_text(build_document(history))
+    done = list(Document(history).done)
+    text = render_text(Document(history))
     assert all(line in text for line in done)
     return done
 
@@ -62,7 +62,7 @@ def test_a_spare_that_took_over_is_named(tmp_path: Path) -> None:
         "a new round, which costs no restart: n3 stopped its heartbeat -> round 1",
         "spare n5 took over from n3",
     ]
-    (spare,) = render_json(build_document(collect_run(builder.root)))["attempts"][0]["rounds"][1]["replaced"]
+    (spare,) = render_json(Document(collect_run(builder.root)))["attempts"][0]["rounds"][1]["replaced"]
     assert spare == {"node": 4, "host": "n5", **place}
 
 

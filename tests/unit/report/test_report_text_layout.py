@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from hpc_elastic.failures.excerpt import fold_repeats
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import fit_traceback, headline_lines, render_job_log
 from tests.rigs.run_builder import RunBuilder, make_failure
 
@@ -60,6 +60,6 @@ def test_of_64_ranks_the_job_log_names_one_and_counts_the_others(tmp_path: Path)
         text = "RuntimeError: Connection closed by peer [10.0.0.2]:3216" if rank % 2 else "DistBackendError: NCCL error"
         builder.fail(replace(make_failure(rank, at=10, per_node=8, exception=text), failure_class=FailureClass.SYMPTOM))
     builder.end(0, at=12, outcome="failed", code=1)
-    text = render_job_log(build_document(collect_run(builder.root)))
+    text = render_job_log(Document(collect_run(builder.root)))
     assert "  63 other ranks ended with it: RuntimeError x32, DistBackendError x31\n" in text
     assert text.count("\n") <= 25

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import clean_line
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import RunHistory, StackGroup
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
@@ -29,7 +29,7 @@ def builder(tmp_path: Path) -> RunBuilder:
 
 def section(history: RunHistory) -> list[str]:
     """The lines of the root cause, up to the next heading."""
-    lines = render_text(build_document(history)).splitlines()
+    lines = render_text(Document(history)).splitlines()
     lines = lines[lines.index("-" * 60) + 1 :]
     return [lines[0], *lines[1 : next(n for n, line in enumerate(lines) if n and not line.startswith(" "))]]
 
@@ -57,7 +57,7 @@ def test_the_cause_that_is_not_known_names_a_suspect_and_no_victim(builder: RunB
     lines = section(history)
     assert lines[0].startswith("Root cause: not known. Look at rank 1 (n2): ")
     assert "RuntimeError" not in "\n".join(lines)
-    text = render_text(build_document(history))
+    text = render_text(Document(history))
     assert "Failures in that round: 1\n" in text
     assert "What rank 0 on n1 printed, the first of them:\n" in text
     assert "Other failures" not in text
@@ -67,11 +67,11 @@ def test_text_page_and_json_have_the_same_sentences(builder: RunBuilder) -> None
     builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
     builder.end(0, at=9, outcome="failed", code=1, decision="end: 0 of 0 requeues used")
     history = collect_run(builder.root)
-    document, value = build_document(history), render_json(build_document(history))
+    document, value = Document(history), render_json(Document(history))
     finding = document.finding
     assert (value["title"], value["place"], value["recovery"]) == (finding.title, finding.place, list(document.done))
     assert value["verdict"]["user_frame"] == {"file": "/home/ann/train.py", "line": 61, "function": "train_step"}
-    page, text = render_html(build_document(history)), render_text(build_document(history))
+    page, text = render_html(Document(history)), render_text(Document(history))
     for sentence in (finding.title, finding.headline, finding.place, *document.done):
         assert sentence in page
         assert clean_line(sentence) in text
@@ -117,11 +117,11 @@ def test_a_run_that_was_ended_names_what_ended_it(
     builder.event(0, "supervisor", -1, 8, "agent_ended", node=1, name="n2", code=1)
     builder.end(0, at=9, outcome=outcome, code=code, reason=reason, decision=decision)
     history = collect_run(builder.root)
-    lines = render_text(build_document(history)).splitlines()
+    lines = render_text(Document(history)).splitlines()
     assert title in lines
     assert lines[1].startswith(f"train.py {status} (exit code {code})")
     assert not [line for line in lines if "Root" in line or "the agent on" in line]
-    assert title in render_html(build_document(history))
+    assert title in render_html(Document(history))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_run_that_went_on_says_why_each_attempt_ended(
     builder.round(1, 0, at=21)
     builder.succeeded(1, 0, at=30)
     builder.end(1, at=31, outcome="succeeded", code=0)
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     assert title in lines
     (line,) = (line for line in lines if line.startswith("  attempt 0 "))
     assert end in line
@@ -171,10 +171,10 @@ def test_a_failed_attempt_that_is_requeued_has_not_failed_the_run(builder: RunBu
     builder.end(0, at=9, outcome="failed", code=75, decision="requeue: requeue 1 of 3 (2 left): spent")
     history = collect_run(builder.root)
     assert (
-        render_text(build_document(history)).splitlines()[1]
+        render_text(Document(history)).splitlines()[1]
         == "train.py REQUEUED as attempt 1 (exit code 75) - attempt 0, job 4242"
     )
-    assert render_json(build_document(history))["outcome"] == "failed"
+    assert render_json(Document(history))["outcome"] == "failed"
 
 
 def test_restarts_within_the_processes_are_no_lack_of_failures(builder: RunBuilder) -> None:
@@ -195,14 +195,14 @@ def test_the_reason_of_a_decision_leaves_out_what_another_rank_raised(builder: R
     builder.fail(make_failure(0, at=6, exception="KeyError: 'x'"))
     reason = "restarts exhausted (0 of 0 restarts used): rank 0: KeyError: 'x'"
     builder.event(0, "agent", 0, 7, "closed", round=1, outcome="failed", reason=reason)
-    assert build_document(collect_run(builder.root)).done == ("given up: restarts exhausted (0 of 0 restarts used)",)
+    assert Document(collect_run(builder.root)).done == ("given up: restarts exhausted (0 of 0 restarts used)",)
 
 
 def test_only_the_verdict_says_which_failures_are_the_same(builder: RunBuilder) -> None:
     """One that this job ended has the same exit code; the verdict does not count it, and nor does its line."""
     builder.fail(make_failure(0, at=5, exitcode=1))
     builder.fail(make_failure(1, at=6, exitcode=-15, stopped_by_agent=True))
-    text = render_text(build_document(collect_run(builder.root)))
+    text = render_text(Document(collect_run(builder.root)))
     assert "[the same failure]" not in text
     assert "[ended by this job]" in text
 
@@ -211,7 +211,7 @@ def test_one_round_of_one_attempt_is_one_line_without_goodput_in_the_first_minut
     builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
     builder.stopped(0, 0, at=6)
     builder.end(0, at=9, outcome="failed", code=1, decision="end: 0 of 0 requeues used")
-    lines = render_text(build_document(collect_run(builder.root))).splitlines()
+    lines = render_text(Document(collect_run(builder.root))).splitlines()
     assert lines[-2].startswith("Ran from ")
     assert lines[-2].endswith(" for 9.0 s: 2 nodes, 2 workers, one round; progress: unknown")
     assert lines[-3].startswith("Recovery: ")
@@ -235,7 +235,7 @@ def test_of_ranks_that_were_stopped_nobody_knows_whether_they_would_have_failed(
     builder.fail(make_failure(1, at=5, exception="ValueError: bad batch", per_node=per_node))
     if after is not None:
         builder.event(0, "agent", 1 // per_node, 5 + after, "workers_stopping", round=0, reason="rank 1 failed")
-    assert build_document(collect_run(builder.root)).subject.verdict.evidence == evidence
+    assert Document(collect_run(builder.root)).subject.verdict.evidence == evidence
 
 
 def test_a_rank_without_a_stack_and_without_a_place_in_the_kernel_has_no_line(builder: RunBuilder) -> None:
@@ -248,7 +248,7 @@ def test_a_rank_without_a_stack_and_without_a_place_in_the_kernel_has_no_line(bu
         StackGroup(ranks=(2,), stack=()),
     )
     part = replace(attempt.rounds[0], stacks=groups)
-    text = render_text(build_document(replace(history, attempts=(replace(attempt, rounds=(part,)),))))
+    text = render_text(Document(replace(history, attempts=(replace(attempt, rounds=(part,)),))))
     assert "rank 1: no Python stack; D (disk sleep)" in text
     assert "rank 0: no Python stack" not in text
     assert "rank 2: no Python stack" not in text

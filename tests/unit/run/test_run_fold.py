@@ -14,7 +14,7 @@ from hpc_elastic.base.files import read_json
 from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.output.log_streams import merged, read_round_marks, readers_of, round_numbers, streams_of
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import build_document
+from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.write import write_report
 from hpc_elastic.run.attempt import StoredResult
@@ -79,7 +79,7 @@ def seen(paths: RunPaths) -> tuple[object, ...]:
         pieces = merged(readers_of(streams), read_round_marks(attempt.round_dir(index)))
         printed.append([(piece.stream.rank, piece.stream.stream, piece.time_us, piece.data) for piece in pieces])
     return (
-        render_text(build_document(collect_run(paths.root), attempt=0)),
+        render_text(Document(collect_run(paths.root), attempt=0)),
         printed,
         {key: store.get(key) for key in ("log/1", "log/2", "log/3", "round/000000/join+a")},
         {folder: sorted(store.list(folder)) for folder in ("log", "round", "nothing")},
