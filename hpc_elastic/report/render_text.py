@@ -86,9 +86,8 @@ def render_text(
     others = [line for block in blocks for line in _block(block, width, cap=None if everything else _OTHERS)]
     fixed = len(head) + len(done) + len(past) + len(others) + 4
     left = None if max_lines is None else max_lines - fixed
-    cause = _cause(
-        document, document.finding, width, lines=left, most=None if everything or is_file else _HEADLINE_LINES
-    )
+    most = None if everything or is_file else _HEADLINE_LINES
+    cause = _cause(document, document.finding, width, lines=left, most=most)
     if max_lines is not None and (excess := fixed + len(cause) - max_lines) > 0:
         past = _past(document, width, cap=max(1, _HISTORY - excess))
     return _framed(head, [*cause, *others, *done, *past])
