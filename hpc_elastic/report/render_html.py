@@ -78,7 +78,12 @@ def _environment() -> jinja2.Environment:
         finalize=lambda value: safe_text(value) if type(value) is str else value,
     )
     environment.filters |= {
+        "class": wording.describe_class,
+        "clock_time": clock_time,
+        "decision": wording.describe_decision,
         "duration": duration,
+        "exit": wording.describe_exit,
+        "progress": describe_progress,
         "ranks": ranks,
         "shorten": shorten,
         "time_of_day": time_of_day,
@@ -127,7 +132,8 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         "report/templates/page.html",
         title=f"{history.name} \u00b7 {history.run_id}",
         document=document,
-        **_head(document, zone=_zone(document.placed[0].start_ns if document.placed else None)),
+        tone=_tone(document.shown),
+        zone=_zone(document.placed[0].start_ns if document.placed else None),
         verdict=_verdict(document, opens=_entry_of(subject, entries)),
         goodput=_goodput(document),
         chart=chart,
@@ -155,18 +161,10 @@ def _entry_of(subject: Subject, entries: Sequence[Entry]) -> int | None:
     return None
 
 
-def _head(document: Document, *, zone: str) -> dict[str, Any]:
-    shown = document.shown
-    if shown is None:
-        return {"tone": "warn", "head": [], "versions": []}
-    tone = "bad" if shown.outcome and not wording.is_requeued(shown) else "warn"
-    tone = "good" if shown.outcome == "succeeded" else tone
-    facts = [f"attempt {shown.number}"]
-    facts += [f"job {shown.job_id}"] if shown.job_id else []
-    facts += [f"exit code {shown.exit_code}"] if shown.exit_code is not None else []
-    facts += [plural(len(shown.nodes), "node")] if shown.nodes else []
-    facts += [f"started {clock_time(document.history.attempts[0].started_ns)}", f"times are {zone}"]
-    return {"tone": tone, "head": facts, "versions": [f"{name} {value}" for name, value in shown.versions]}
+def _tone(shown: AttemptHistory | None) -> str:
+    if shown is None or not shown.outcome or wording.is_requeued(shown):
+        return "good" if shown is not None and shown.outcome == "succeeded" else "warn"
+    return "good" if shown.outcome == "succeeded" else "bad"
 
 
 def _verdict(document: Document, *, opens: int | None) -> dict[str, Any]:
@@ -191,14 +189,10 @@ def _goodput(document: Document) -> dict[str, Any]:
     goodput = document.goodput
     if goodput.share is None or not is_worth_showing(goodput):
         return {"parts": ()}
-    did = "went into steps that no restart took back" if goodput.steps_known else "all processes of the round were up"
-    note = f"of {duration(goodput.wall)} since the start of the first attempt {did}. {describe_progress(goodput)}"
     costs = sorted(goodput.costs, key=lambda cost: -cost.seconds)[:COSTS]
     return {
         "of": goodput,
         "parts": [part for part in describe_goodput(goodput) if part[2] > 0],
-        "note": note,
-        "advice": [one.text for one in document.advice],
         "costs": [(cost, _describe_cost(cost, goodput)) for cost in costs],
     }
 
@@ -219,23 +213,12 @@ def _zone(when_ns: int | None) -> str:
 
 def _attempts(entries: Sequence[AttemptEntry]) -> dict[str, Any]:
     total = sum(len(entry.rounds) for entry in entries)
-    skipped = max(0, total - ROUNDS)
-    attempts, seen = [], 0
+    skipped, seen = max(0, total - ROUNDS), 0
+    attempts = []
     for entry in entries:
-        attempt = entry.attempt
-        lasted = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
-        job = f" (job {attempt.job_id})" if attempt.job_id else ""
-        code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
         rounds = entry.rounds[max(0, skipped - seen) :]
         seen += len(entry.rounds)
-        is_decided = attempt.decision and attempt.outcome != "succeeded"
-        attempts.append(
-            {
-                "title": f"Attempt {attempt.number}{job}: {clock_time(attempt.started_ns)}{lasted}: {entry.end}{code}",
-                "rounds": [(one, _how(attempt, one)) for one in rounds],
-                "decision": wording.describe_decision(attempt.decision) if is_decided else "",
-            }
-        )
+        attempts.append((entry, [(one, _how(entry.attempt, one)) for one in rounds]))
     return {"attempts": attempts, "rounds_left_out": (skipped, total) if skipped else ()}
 
 
@@ -307,24 +290,9 @@ class Text(Struct, frozen=True, kw_only=True):
 
 
 def make_window(entry: Entry, room: TextRoom) -> dict[str, Any]:
-    facts = {
-        "kind": entry.kind.value,
-        "where": f"{describe_whose(entry)}, round {entry.round} of attempt {entry.attempt}",
-    }
-    if (loss := entry.loss) is not None:
-        facts["taken out at"] = clock_time(loss.seen_ns, fine=True)
-        facts |= {"without a heartbeat": duration(loss.age) if loss.age else "", "known": loss.detail}
-    window: dict[str, Any] = {"entry": entry}
+    window: dict[str, Any] = {"entry": entry, "texts": [], "other_texts": []}
     if entry.fold is not None:
         first = entry.fold.first
-        facts |= {
-            "first at": f"{clock_time(first.ended_ns, fine=True)} ({first.host}'s clock)",
-            "exitcode": wording.describe_exit(first),
-            "class": wording.describe_class(first),
-            "last step": "" if first.last_step is None else str(first.last_step),
-            "error_file": first.error_file or wording.NOT_AVAILABLE,
-            "note": first.problem,
-        }
         window["texts"] = evidence_texts(first, room, is_open=True)
         window["other_texts"] = [
             text
@@ -332,7 +300,7 @@ def make_window(entry: Entry, room: TextRoom) -> dict[str, Any]:
             if same.first is not first
             for text in evidence_texts(same.first, room, is_open=False, whose=ranks(same.ranks, limit=40))
         ]
-    return {**window, "facts": [fact for fact in facts.items() if fact[1]]}
+    return window
 
 
 def evidence_texts(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whose: str = "") -> list[Text]:
