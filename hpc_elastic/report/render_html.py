@@ -83,6 +83,7 @@ def _environment() -> jinja2.Environment:
         "decision": wording.describe_decision,
         "duration": duration,
         "exit": wording.describe_exit,
+        "milliseconds": milliseconds_text,
         "progress": describe_progress,
         "ranks": ranks,
         "shorten": shorten,
@@ -123,11 +124,6 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         failures.setdefault((entry.attempt, entry.round), []).append(entry)
     room = TextRoom()
     windows = [make_window(entry, room) for entry in entries]
-    notes = [*_clock_notes(document.placed), *chart["left_out"]]
-    if hidden := len(timeline.entries) - len(entries):
-        notes.append(f"{hidden} of {len(timeline.entries)} kinds of failures are left out here; report.json has all.")
-    if room.refused:
-        notes.append(f"{room.refused} tracebacks are left out for the page's size.")
     return render_page(
         "report/templates/page.html",
         title=f"{history.name} \u00b7 {history.run_id}",
@@ -142,7 +138,9 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         failures=failures,
         **_attempts(document.attempts),
         windows=windows,
-        notes=notes,
+        clocks=_clocks(document.placed),
+        entries_left_out=(len(timeline.entries) - len(entries), len(timeline.entries)),
+        texts_left_out=room.refused,
         links=links,
         files_of=files_of,
         most_bad_nodes=BAD_NODES,
@@ -231,35 +229,16 @@ def _how(attempt: AttemptHistory, entry: RoundEntry) -> str:
     return _arrow(shorten("; ".join(how), 500))
 
 
-def _clock_notes(parts: Sequence[PlacedAttempt]) -> list[str]:
+def _clocks(parts: Sequence[PlacedAttempt]) -> dict[str, Any]:
     offsets = {part.name(node): offset for part in parts for node, offset in part.offsets.items()}
-    measured = [offset for offset in offsets.values() if offset.measured]
-    notes = []
-    if measured:
-        bound = milliseconds_text(max(offset.bound_ns for offset in measured))
-        hosts = dict.fromkeys(p.attempt.clocks.host for p in parts if p.attempt.clocks.reference is not None)
-        notes.append(
-            f"The hosts' clocks were compared by packets. The axis is by {' and '.join(hosts)}'s clock, "
-            f"the others' to within {bound} of it; times in words are by each host's own."
-        )
-    else:
-        notes.append(
-            "Times are those of each host's own clock. These were not compared (no packets passed between the agents), "
-            "so that marks on different hosts may have come in another order."
-        )
     off = {name: offset for name, offset in offsets.items() if abs(offset.offset_ns) > max(NOTABLE_NS, offset.bound_ns)}
-    for name, offset in sorted(off.items())[:_SHIFTED_HOSTS]:
-        way = "ahead of" if offset.offset_ns > 0 else "behind"
-        how = "measured" if offset.measured else "concluded from when it learned of each round"
-        notes.append(
-            f"The clock of {name} is {duration(abs(offset.offset_ns) / 1e9)} {way} the others' ({how}, to within "
-            f"{milliseconds_text(offset.bound_ns)}): its row is shifted by that, and the times in words are not."
-        )
-    if len(off) > _SHIFTED_HOSTS:
-        notes.append(f"{len(off) - _SHIFTED_HOSTS} more hosts' rows are shifted in the same way.")
-    if len(parts) > 1:
-        notes.append("Attempts are to scale; the waits between them are hatched and cut short, short attempts widened.")
-    return notes
+    hosts = dict.fromkeys(p.attempt.clocks.host for p in parts if p.attempt.clocks.reference is not None)
+    return {
+        "bound_ns": max((offset.bound_ns for offset in offsets.values() if offset.measured), default=None),
+        "hosts": list(hosts),
+        "off": sorted(off.items())[:_SHIFTED_HOSTS],
+        "more": max(0, len(off) - _SHIFTED_HOSTS),
+    }
 
 
 class TextRoom(Struct):
