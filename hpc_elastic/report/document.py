@@ -83,9 +83,9 @@ class Document:
         self.finding = _nothing_failed(history, numbered) if self.is_fine else _find(history, subject, shown)
         self.agents = () if self.is_fine else _bad_agents(subject, shown)
         """The agents that ended otherwise than well, where no worker failed."""
-        self.done = _done(subject, shown)
+        self.done = tuple(_done(subject, shown))
         """The recovery: what was decided, and what came of it."""
-        self.notes = _notes(history, subject, shown)
+        self.notes = tuple(_notes(history, subject, shown))
         """Problems beside the cause: missing nodes, outages, lost output, files that can't be read."""
         self.placed = place_attempts(history)
         self.goodput = goodput_of(history, self.placed)

@@ -18,24 +18,14 @@ from msgspec import Struct
 
 from hpc_elastic.base.text import local_time, milliseconds_text, plural, safe_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report import render_html_chart as chart
 from hpc_elastic.report import wording
 from hpc_elastic.report.blocks import AttemptEntry, RoundEntry
 from hpc_elastic.report.clocks import NOTABLE_NS
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_html_chart import (
-    ZOOMS,
-    ChartLimits,
-    clock_time,
-    describe_spans,
-    draw_chart,
-    duration,
-    names,
-    ranks,
-    shorten,
-    time_of_day,
-)
+from hpc_elastic.report.render_html_chart import ChartLimits, clock_time, duration, names, ranks, shorten
 from hpc_elastic.report.subject import Subject
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, build_timeline
 from hpc_elastic.report.timeline_attempt import PlacedAttempt
@@ -87,10 +77,10 @@ def _environment() -> jinja2.Environment:
         "progress": describe_progress,
         "ranks": ranks,
         "shorten": shorten,
-        "time_of_day": time_of_day,
+        "time_of_day": chart.time_of_day,
         "what": describe_entry,
         "whose": describe_whose,
-        "words": describe_spans,
+        "words": chart.describe_spans,
     }
     return environment
 
@@ -118,7 +108,7 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
     # What has its place in the page: the most important first, then the latest.
     entries = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))[:ENTRIES]
     shown = frozenset(entry.number for entry in entries)
-    chart = draw_chart(document.placed, timeline, shown=shown, limits=limits)
+    drawn = chart.draw_chart(document.placed, timeline, shown=shown, limits=limits)
     failures: dict[tuple[int, int], list[Entry]] = {}
     for entry in sorted(entries, key=lambda e: (e.attempt, e.round, IMPORTANCE[e.kind], e.number)):
         failures.setdefault((entry.attempt, entry.round), []).append(entry)
@@ -132,8 +122,8 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         zone=_zone(document.placed[0].start_ns if document.placed else None),
         verdict=_verdict(document, opens=_entry_of(subject, entries)),
         goodput=_goodput(document),
-        chart=chart,
-        zooms=ZOOMS,
+        chart=drawn,
+        zooms=chart.ZOOMS,
         stacks=stacks_of(subject.attempt, subject.round),
         failures=failures,
         **_attempts(document.attempts),

@@ -41,11 +41,6 @@ from hpc_elastic.report.verdict import (
     RanksKnown,
     Verdict,
     decide_hang,
-    find_early_ends,
-    find_ends_before_hang,
-    find_late_ends,
-    find_left_behind,
-    find_silent,
     in_order,
     look_at,
     of_worker,
@@ -88,7 +83,7 @@ def decide_verdict(part: RoundHistory, *, ranks: Mapping[int, str] | None = None
         verdict = _symptoms_verdict(ranking, seen, compare_ranks(part.activities, hosts=ranks), known, part.sockets)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(part.activities, hosts=ranks)
-        early = find_ends_before_hang(first, known)
+        early = known.ends_before_hang(first)
         verdict = decide_hang(
             first,
             causes,
@@ -108,7 +103,7 @@ def decide_verdict(part: RoundHistory, *, ranks: Mapping[int, str] | None = None
                 waited += f", and {ranks_text(missing)} did not fail: look there, too"
             verdict = replace(verdict, confidence=Confidence.LOW, evidence=waited)
         same = verdict.same_failure
-        early = find_early_ends(known._replace(failed=same), when[id(first)])
+        early = known._replace(failed=same).early_ends(when[id(first)])
         if early and len(same) == len(causes) > len(early) and verdict.confidence is not Confidence.TIE:
             # The script may have made another exception of the connection that it lost.
             verdict = replace(verdict, confidence=Confidence.LOW, evidence=f"{verdict.evidence}. {look_at(early)}")
@@ -201,7 +196,7 @@ def _symptoms_verdict(
 ) -> Verdict:
     """`seen`: the first of the symptoms."""
     symptoms, hosts = ranking.symptoms, known.hosts
-    early = find_early_ends(known, seen)
+    early = known.early_ends(seen)
     watchdog = next((failure for failure in symptoms if failure.reason == OWN_WATCHDOG.says), None)
     if watchdog is not None and not (early or any(s.rank != watchdog.global_rank for s in compared.suspects)):
         evidence = "likely: its own watchdog ended it, and no other rank stands out"
@@ -211,12 +206,12 @@ def _symptoms_verdict(
     suspects: tuple[Suspect, ...] = ()
     peers = resolve_peers(known.activities, sockets, hosts=hosts)
     if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
-        late = find_late_ends(known, seen)
+        late = known.late_ends(seen)
         odd = with_peers(in_order(compared.suspects, late), chain_ends(peers, failed=known.failed), hosts=hosts)
         printed = [
             Suspect(rank=one.global_rank, host=one.host, why=f"it had printed {one.headline}") for one in ranking.late
         ]
-        suspects = find_left_behind(known) or in_order(early, odd, printed) or find_silent(known)
+        suspects = known.left_behind() or in_order(early, odd, printed) or known.silent()
     says = "; ".join(filter(None, (compared.says, describe_peers(peers, hosts=hosts))))
     return _unknown_verdict(symptoms, suspects, says, same=_same(symptoms[0], ranking.all))
 

@@ -194,82 +194,72 @@ class RanksKnown(NamedTuple):
     def done(self) -> list[WorkerEnd]:
         return [end for end in self.ends if end.exitcode == 0 and not end.stopped and end.rank not in self.failed]
 
+    def early_ends(self, first: Moment) -> tuple[Suspect, ...]:
+        found = []
+        for gap, is_later, end in self._ends_with_0(first):
+            when = "at about the same time" if gap < 1_000_000 else f"{seconds_text(gap / 1e9)} before"
+            if not is_later:
+                found.append((end.rank, f"it ended with 0 {when}{_logged(end)}"))
+        return self.suspects(found)
 
-def find_early_ends(known: RanksKnown, first: Moment) -> tuple[Suspect, ...]:
-    return known.suspects(
-        (
-            end.rank,
-            f"it ended with 0 {'at about the same time' if gap < 1_000_000 else f'{seconds_text(gap / 1e9)} before'}"
-            f"{_logged(end)}",
+    def late_ends(self, first: Moment) -> tuple[Suspect, ...]:
+        """The ranks that ended with 0 soon after the first symptom.
+
+        A process that ends closes its sockets, by which its peers fail within milliseconds, long before it has ended.
+        """
+        return self.suspects(
+            (end.rank, f"it ended with 0 at about the same time (seen {seconds_text(-gap / 1e9)} later){_logged(end)}")
+            for gap, is_later, end in self._ends_with_0(first)
+            if is_later and -gap <= _TEARDOWN_NS
         )
-        for gap, is_later, end in _ends_with_0(known, first)
-        if not is_later
-    )
 
+    def _ends_with_0(self, first: Moment) -> list[tuple[int, bool, WorkerEnd]]:
+        """(nanoseconds before the first symptom, whether it surely came after it, end); the earliest first."""
+        found = []
+        for end in self.done():
+            moment = self.clocks.moment(end.node, end.ended_ns, uptime_ns=end.ended_uptime_ns)
+            gap = gap_ns(moment, first)
+            found.append((gap, gap < 0 and order_of(first, moment) is Order.KNOWN, end))
+        return sorted(found, key=lambda one: (-one[0], one[2].rank))
 
-def find_late_ends(known: RanksKnown, first: Moment) -> tuple[Suspect, ...]:
-    """The ranks that ended with 0 soon after the first symptom.
+    def ends_before_hang(self, hung: WorkerFailure) -> tuple[Suspect, ...]:
+        """The ranks that had ended with 0 where all others hung in wait for other ranks; none where most had ended.
 
-    A process that ends closes its sockets, by which its peers fail within milliseconds, long before it has ended.
-    """
-    return known.suspects(
-        (end.rank, f"it ended with 0 at about the same time (seen {seconds_text(-gap / 1e9)} later){_logged(end)}")
-        for gap, is_later, end in _ends_with_0(known, first)
-        if is_later and -gap <= _TEARDOWN_NS
-    )
+        `hung`: the failure that the ranking names; it failed when its last heartbeat came.
+        """
+        done = self._replace(failed=(hung.global_rank,)).done()
+        here = [one for one in self.activities if one.rank not in {end.rank for end in done}]
+        if not here or 2 * len(done) > len(self.hosts) or any(one.doing not in WAITS_FOR_RANKS for one in here):
+            return ()
+        last = self.clocks.of_failure(hung)
+        found = []
+        for end in done:
+            gap = gap_ns(last, self.clocks.moment(end.node, end.ended_ns, uptime_ns=end.ended_uptime_ns)) / 1e9
+            when = f"{seconds_text(abs(gap))} {'after' if gap > 0 else 'before'}"
+            why = f"it had ended with 0, {when} the last heartbeat of rank {hung.global_rank}{_logged(end)}"
+            found.append((end.rank, why))
+        return self.suspects(sorted(found))
 
+    def left_behind(self) -> tuple[Suspect, ...]:
+        """The ranks that waited where most ranks had ended with 0: they call a collective that most do not."""
+        done, size = {end.rank for end in self.done()}, len(self.hosts)
+        waiting = [one for one in self.activities if one.doing in WAITS_FOR_RANKS and one.rank not in done]
+        if not size or not waiting or 2 * len(done) <= size:
+            return ()
+        others = f"the {len(done)} others had" if len(done) + len(waiting) == size else f"{len(done)} ranks had"
+        return self.suspects(
+            (one.rank, f"it was {one.where} when {others} ended with 0: they do not call that") for one in waiting
+        )
 
-def _ends_with_0(known: RanksKnown, first: Moment) -> list[tuple[int, bool, WorkerEnd]]:
-    """(nanoseconds before the first symptom, whether it is known to have come after it, end); the earliest first."""
-    found = []
-    for end in known.done():
-        moment = known.clocks.moment(end.node, end.ended_ns, uptime_ns=end.ended_uptime_ns)
-        gap = gap_ns(moment, first)
-        found.append((gap, gap < 0 and order_of(first, moment) is Order.KNOWN, end))
-    return sorted(found, key=lambda one: (-one[0], one[2].rank))
-
-
-def find_ends_before_hang(hung: WorkerFailure, known: RanksKnown) -> tuple[Suspect, ...]:
-    """The ranks that had ended with 0 where all others hung in wait for other ranks; none where most had ended.
-
-    `hung`: the failure that the ranking names; it failed when its last heartbeat came.
-    """
-    done = known._replace(failed=(hung.global_rank,)).done()
-    here = [one for one in known.activities if one.rank not in {end.rank for end in done}]
-    if not here or 2 * len(done) > len(known.hosts) or any(one.doing not in WAITS_FOR_RANKS for one in here):
-        return ()
-    last = known.clocks.of_failure(hung)
-    found = []
-    for end in done:
-        gap = gap_ns(last, known.clocks.moment(end.node, end.ended_ns, uptime_ns=end.ended_uptime_ns)) / 1e9
-        when = f"{seconds_text(abs(gap))} {'after' if gap > 0 else 'before'}"
-        why = f"it had ended with 0, {when} the last heartbeat of rank {hung.global_rank}{_logged(end)}"
-        found.append((end.rank, why))
-    return known.suspects(sorted(found))
-
-
-def find_left_behind(known: RanksKnown) -> tuple[Suspect, ...]:
-    """The ranks that waited for others where most ranks of the round had ended with 0: they call a collective that most
-    do not."""
-    done, size = {end.rank for end in known.done()}, len(known.hosts)
-    waiting = [one for one in known.activities if one.doing in WAITS_FOR_RANKS and one.rank not in done]
-    if not size or not waiting or 2 * len(done) <= size:
-        return ()
-    others = f"the {len(done)} others had" if len(done) + len(waiting) == size else f"{len(done)} ranks had"
-    return known.suspects(
-        (one.rank, f"it was {one.where} when {others} ended with 0: they do not call that") for one in waiting
-    )
-
-
-def find_silent(known: RanksKnown) -> tuple[Suspect, ...]:
-    """The ranks that neither failed nor ended, until they were stopped."""
-    ended = {end.rank for end in known.ends if not end.stopped}
-    doing = {activity.rank: activity for activity in known.activities if activity.doing is not Doing.UNKNOWN}
-    alike = {rank for rank, activity in doing.items() if is_with_the_others(activity, known.activities)}
-    silent = sorted(known.hosts.keys() - set(known.failed) - ended - alike)
-    return known.suspects(
-        (rank, f"it did not fail; it was {doing[rank].where}" if rank in doing else _SILENT) for rank in silent
-    )
+    def silent(self) -> tuple[Suspect, ...]:
+        """The ranks that neither failed nor ended, until they were stopped."""
+        ended = {end.rank for end in self.ends if not end.stopped}
+        doing = {activity.rank: activity for activity in self.activities if activity.doing is not Doing.UNKNOWN}
+        alike = {rank for rank, activity in doing.items() if is_with_the_others(activity, self.activities)}
+        silent = sorted(self.hosts.keys() - set(self.failed) - ended - alike)
+        return self.suspects(
+            (rank, f"it did not fail; it was {doing[rank].where}" if rank in doing else _SILENT) for rank in silent
+        )
 
 
 def in_order(*groups: Sequence[Suspect]) -> tuple[Suspect, ...]:
