@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, ClocksBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
@@ -183,12 +182,14 @@ class AttemptBuilder(Struct):
         built = [self.rounds[index].build() for index in sorted(self.rounds)]
         rounds = [part for part in built if part.nodes or part.broken]
         for part in rounds:
-            seen = [(failure.node, failure.ended_uptime_ns) for failure in part.failures if failure.ended_uptime_ns]
-            part.clocks = clocks.around(seen)
+            part.clocks = clocks.around(
+                [(one.node, one.ended_uptime_ns) for one in part.failures if one.ended_uptime_ns]
+            )
+            self._complete(part)
         history = self.history
         history.outcome = history.outcome or self.closed.outcome
         history.reason = history.reason or self.closed.reason
-        history.rounds = tuple(map(self._completed, rounds))
+        history.rounds = tuple(rounds)
         again = {node for node, agents in self.agents.items() if len(agents.started_ns) > 1}
         history.relaunched = tuple(name for node, name in self.relaunched if node in again)
         history.unstarted = tuple(self.unstarted.items())
@@ -213,59 +214,44 @@ class AttemptBuilder(Struct):
     def _never_joined(self) -> list[GivenUpNode]:
         lasted = (self.history.ended_ns or 0) - (self.history.started_ns or 0)
         known = {*self.coverage.heard, *self.given_up}
-        return [
-            GivenUpNode(
-                node=node,
-                name=self.name_of(node),
-                cause="never_joined",
-                reason="its agent was started but never reported",
-                seen_ns=self.history.ended_ns or 0,
-            )
-            for node in sorted(self.missing)
-            if node not in known and lasted >= _NEVER_JOINED_NS
-        ]
+        silent = [node for node in sorted(self.missing) if node not in known and lasted >= _NEVER_JOINED_NS]
+        why = {"cause": "never_joined", "reason": "its agent was started but never reported"}
+        ended = self.history.ended_ns or 0
+        return [GivenUpNode(node=node, name=self.name_of(node), seen_ns=ended, **why) for node in silent]
 
     def _drop_repeated_departures(self) -> None:
         """A node's own event stands in the round that it was in last; the coordinator's, in the one after it."""
         named = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
         for part in self.rounds.values():
-            for node, loss in part.left.items():
-                if node not in named:
-                    part.lost[node] = loss
+            part.lost |= {node: loss for node, loss in part.left.items() if node not in named}
 
     def _explain_agent_failures(self) -> None:
         """The supervisor saw an exit code; the n-th of those goes with the n-th event of that node's agents."""
         for node, reasons in self.own_reasons.items():
             mine = [end for end in self.history.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
             for end, why in zip(mine, reasons, strict=False):
-                explained = replace(end, why=why)
-                self.history.agent_ends = tuple(explained if one is end else one for one in self.history.agent_ends)
-                self.replaced_ends = [explained if one is end else one for one in self.replaced_ends]
+                end.why = why
 
-    def _completed(self, part: RoundHistory) -> RoundHistory:
-        part.lost_nodes = (*map(self._named, part.lost_nodes), *self._dead_agents(part))
-        part.failures = self._without_consequences(part)
-        if not part.broken:
-            return part
+    def _complete(self, part: RoundHistory) -> None:
         after = self.rounds.get(part.index + 1)
+        part.lost_nodes = (*map(self._named, part.lost_nodes), *self._dead_agents(part))
+        # What follows from the loss of a member is a consequence.
+        nodes = {*(after.explained if after is not None else ())}
+        nodes |= {*self.closed.explained} if self.closed.round == part.index + 1 else set()
+        part.failures = tuple(
+            replace(one, failure_class=FailureClass.SYMPTOM)
+            if one.node in nodes and one.failure_class is not FailureClass.STOPPED_BY_US
+            else one
+            for one in part.failures
+        )
+        if not part.broken:
+            return
         if after is not None and (after.frozen_reason or after.nodes):
             reason = after.frozen_reason or after.history.reason
             action = "restart" if reason.startswith("restart") else "continue"
             part.decision = RestartRecord(action=action, reason=reason, restarts_used=after.restarts_used)
         elif self.closed.reason:
             part.decision = RestartRecord(action="close", reason=self.closed.reason)
-        return part
-
-    def _without_consequences(self, part: RoundHistory) -> tuple[WorkerFailure, ...]:
-        after = self.rounds.get(part.index + 1)
-        nodes = {*(after.explained if after is not None else ())}
-        nodes |= {*self.closed.explained} if self.closed.round == part.index + 1 else set()
-        return tuple(
-            replace(failure, failure_class=FailureClass.SYMPTOM)
-            if failure.node in nodes and failure.failure_class is not FailureClass.STOPPED_BY_US
-            else failure
-            for failure in part.failures
-        )
 
     def _named(self, loss: NodeLoss) -> NodeLoss:
         host = loss.host or self.name_of(loss.node)

@@ -226,7 +226,7 @@ class RoundHistory(Struct, kw_only=True, dict=True):
         return bool(self.nodes) and all(node.node in succeeded for node in self.nodes)
 
 
-class FailedAgent(Struct, frozen=True, kw_only=True):
+class FailedAgent(Struct, kw_only=True):
     """An agent that ended otherwise than well, as the supervisor saw it."""
 
     node: int

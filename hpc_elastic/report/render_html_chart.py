@@ -231,10 +231,10 @@ def _merged(rows: Sequence[Row]) -> Row:
 
 
 def describe_spans(row: Row) -> str:
-    sums: dict[NodeState, int] = {}
+    sums = dict.fromkeys(NodeState, 0)
     for span in row.spans:
-        sums[span.state] = sums.get(span.state, 0) + span.end_ns - span.start_ns
-    spans = [f"{state.value} {duration(sums[state] / 1e9)}" for state in NodeState if sums.get(state)]
+        sums[span.state] += span.end_ns - span.start_ns
+    spans = [f"{state.value} {duration(time / 1e9)}" for state, time in sums.items() if time]
     return f"{shorten(row.name, 40)}: {', '.join(spans) or 'nothing is known'}"
 
 

@@ -143,7 +143,7 @@ def _fields(facts: Sequence[Fact], width: int) -> list[str]:
     lines = []
     for name, text in facts:
         if name in _WRAPPED:
-            lines += _wrapped(name, text, width)
+            lines += _fill(text_field(name, "") if name else f"{'':14}", clean_line(text), width, indent=14)[:4]
         elif name in ("caused by", "began with"):
             lines.append(fit(text_field(name, clean_line(text)), width))
         else:
@@ -309,27 +309,22 @@ def _goodput_text(document: Document) -> str:
     return goodput_text(goodput, so_far=so_far)
 
 
-def _wrapped(name: str, text: str, width: int) -> list[str]:
-    lines, room = [""], width - 14
-    for word in clean_line(text).split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > room:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
-    first = text_field(name, lines[0]) if name else f"{'':14}{lines[0]}"
-    return [first, *(f"{'':14}{line}" for line in lines[1:4])]
+def _fill(lead: str, text: str, width: int, *, indent: int) -> list[str]:
+    """The words of a text behind `lead`, in lines that are indented from the second on."""
+    lines, empty = [lead], len(lead)
+    for word in text.split(" "):
+        if len(lines[-1]) > empty and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(" " * indent)
+            empty = indent
+        lines[-1] += f" {word}" if len(lines[-1]) > empty else word
+    return lines
 
 
 def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
-    """An entry in at most so many lines, indented from the second on."""
+    """An entry in at most so many lines."""
     words = text.lstrip(" ")
-    lines = [text[: len(text) - len(words)]]
-    for word in words.split(" "):
-        if len(lines[-1]) + len(word) + 1 > width and lines[-1].strip():
-            lines.append("     ")
-        lines[-1] += f" {word}" if lines[-1].strip() or len(lines) > 1 else word
-    if len(lines) < most:
-        return lines
-    return [*lines[: most - 1], fit(" ".join([lines[most - 1], *lines[most:]]), width)]
+    lines = _fill(text[: len(text) - len(words)], words, width, indent=6)
+    return lines if len(lines) < most else [*lines[: most - 1], fit(" ".join(lines[most - 1 :]), width)]
 
 
 def headline_lines(text: str, width: int, *, most: int | None = _HEADLINE_LINES) -> list[str]:
