@@ -60,7 +60,9 @@ def console_main() -> NoReturn:
             from hpc_elastic.cli.completion import answer_shell
 
             answer_shell()
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Python's own end prints a traceback
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
 

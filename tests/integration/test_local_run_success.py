@@ -77,7 +77,7 @@ def test_job_log_tells_where_things_are(tmp_path: Path) -> None:
         for words in (
             run.paths.run_id,
             str(run.paths.root),
-            "stdout,stderr",
+            "rank logs: hpc-elastic logs ",
             "requeue enabled:",
             "python 3.",
             "node[0-1]",

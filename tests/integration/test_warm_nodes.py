@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from hpc_elastic.agent.fork_server import ServerState
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.run.preload import Preload
+from hpc_elastic.run.preload import Preload, load_preload
 from tests.integration.test_inprocess_replacement import _HEAD
 from tests.integration.test_local_run_growth import _QUICK, GatedRun
 from tests.rigs.local_run import LocalRun
@@ -109,9 +108,10 @@ def test_a_requeued_attempt_starts_with_what_the_one_before_has_learned(tmp_path
     with LocalRun(tmp_path, script, nodes=1, options=options, environ=environ) as run:
         assert run.finish(within=240) == ExitCode.OK
         assert [run.moments("here", attempt=attempt)[0]["warm"] for attempt in (0, 1)] == [False, True]
-        kept = json.loads(run.paths.preload.read_text())
-        assert {"lib", "lib.late"} <= set(kept["learned"])
-        assert kept["modules"] == ["torch"]
+        kept = load_preload(run.paths.preload)
+        assert kept is not None
+        assert {"lib", "lib.late"} <= {*kept.learned}
+        assert kept.modules == ("torch",)
 
 
 @pytest.mark.torch
