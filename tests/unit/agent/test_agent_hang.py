@@ -19,7 +19,7 @@ from hpc_elastic.agent.heartbeat_watch import (
     next_look,
 )
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
+from hpc_elastic.run.option_values import SectionTimeouts
 
 TIMEOUTS = SectionTimeouts(seconds={"setup": 900.0, "step": 60.0, "checkpoint": 300.0})
 NOW = 10_000.0
@@ -42,18 +42,6 @@ def test_five_times_the_longest_step_after_twenty_of_them() -> None:
     assert learned_timeout(LEARNED_INTERVALS - 1, 100.0) is None
     assert learned_timeout(LEARNED_INTERVALS, 100.0) == 500.0
     assert learned_timeout(LEARNED_INTERVALS, 0.2) == 60.0
-
-
-@given(count=st.integers(0, 10_000), longest=st.floats(0, 1e6), more=st.floats(0, 1e6))
-def test_a_learned_timeout_leaves_room_and_never_shrinks(count: int, longest: float, more: float) -> None:
-    limit = learned_timeout(count, longest)
-    assert (limit is None) == (count < LEARNED_INTERVALS)
-    if limit is not None:
-        assert limit >= LEARNED_LEAST
-        assert limit >= 5 * longest
-        longer = learned_timeout(count + 1, longest + more)
-        assert longer is not None
-        assert longer >= limit
 
 
 # -- whether somebody hangs

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent import worker_environment as module
 from hpc_elastic.agent.worker_environment import RoundFacts, WorkerSettings, worker_environment
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.slurm.job_environment import without_run_variables
-from hpc_elastic.workers import tree
 
 DOCS = Path(__file__).parents[3] / "docs/reference/environment.md"
 LAYOUT = RankLayout(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)
@@ -61,10 +59,6 @@ def environment(base: dict[str, str] | None = None, facts: RoundFacts = FACTS, l
     return worker_environment(base or {}, facts, local_rank=local_rank, error_file="/runs/x/error.json")
 
 
-def test_everything_that_torchrun_gives_and_ours_and_nothing_else() -> None:
-    assert environment() == {**TORCHRUNS, **OURS}
-
-
 def test_each_local_rank_has_its_own_ranks() -> None:
     first = environment(local_rank=0)
     assert (first["RANK"], first["LOCAL_RANK"], first["ROLE_RANK"]) == ("4", "0", "4")
@@ -91,7 +85,7 @@ def test_a_wandb_run_is_each_ranks_own_and_the_same_in_every_round_and_attempt()
     assert "WANDB_RUN_ID" not in environment()
 
 
-def test_the_agents_own_environment_goes_along_and_is_not_changed() -> None:
+def test_all_that_torchrun_gives_and_ours_is_added_to_the_agents_own_which_is_not_changed() -> None:
     base = {"PATH": "/bin", "USER_SETTING": "a b\nc"}
     assert environment(base) == {**base, **TORCHRUNS, **OURS}
     assert base == {"PATH": "/bin", "USER_SETTING": "a b\nc"}
@@ -102,10 +96,6 @@ def test_what_another_launcher_left_is_replaced() -> None:
     base = {key: "stale" for key in TORCHRUNS if key not in ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")}
     base |= {"HPC_ELASTIC_TAG": "another:run:x"}
     assert environment(base) == {**TORCHRUNS, **OURS}
-
-
-def test_an_error_file_that_was_the_agents_own_is_never_the_workers() -> None:
-    assert environment({"TORCHELASTIC_ERROR_FILE": "/elsewhere"})["TORCHELASTIC_ERROR_FILE"] == "/runs/x/error.json"
 
 
 @pytest.mark.parametrize(
@@ -170,10 +160,6 @@ def test_inside_slurm_each_worker_is_a_task(version: str) -> None:
     assert {key: env[key] for key in kept & base.keys()} == {key: base[key] for key in kept & base.keys()}
 
 
-def test_outside_of_slurm_nothing_says_slurm() -> None:
-    assert not [key for key in environment() if key.startswith("SLURM")]
-
-
 def test_what_slurm_says_in_a_worker_is_documented() -> None:
     assert set(AS_SLURM_WOULD) <= set(re.findall(r"`([A-Z][A-Z_]+)`", DOCS.read_text()))
 
@@ -182,7 +168,3 @@ def test_what_a_worker_gets_of_its_run_is_left_out_of_what_it_submits() -> None:
     env = without_run_variables({**environment(), "PATH": "/bin"})
     defaults = {"OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     assert env.keys() - defaults == {"PATH"}
-
-
-def test_the_tag_is_the_one_that_is_looked_for() -> None:
-    assert module.TAG_VARIABLE == tree.TAG_VARIABLE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpc_elastic.rendezvous.ranks import assign_ranks, rank_layout, replacements, whole_segments
@@ -70,17 +70,8 @@ def test_properties(previous: list[int], present: list[int], max_nodes: int) -> 
         assert found == sorted(found), "topology decides where nobody has a slot"
     left_out = set(present) - set(found)
     assert not left_out or not newcomers or max(newcomers) < min(left_out), "a higher index does not jump the queue"
-
-
-@given(previous=NODES, present=st.permutations(list(range(7))), max_nodes=st.integers(1, 8))
-def test_the_order_of_arrival_does_not_matter(previous: list[int], present: list[int], max_nodes: int) -> None:
-    assert slots(previous, present, max_nodes) == slots(previous, sorted(present), max_nodes)
-
-
-@given(previous=NODES, present=NODES, max_nodes=st.integers(1, 12))
-def test_the_same_nodes_sit_the_same_way_again(previous: list[int], present: list[int], max_nodes: int) -> None:
-    found = slots(previous, present, max_nodes)
-    assert slots(found, present, max_nodes) == found
+    assert slots(previous, present[::-1], max_nodes) == found, "the order of arrival does not matter"
+    assert slots(found, present, max_nodes) == found, "the same nodes sit the same way again"
 
 
 def sized(node: int, size: int) -> Member:
@@ -156,13 +147,25 @@ def test_properties_with_any_numbers_of_workers(
     assert assign_ranks(before, live[::-1], max_nodes=max_nodes) == after, "the order of arrival does not matter"
 
 
-@given(others=st.lists(st.integers(1, 20), unique=True, min_size=1, max_size=8))
-def test_a_late_low_node_index_evicts_nobody(others: list[int]) -> None:
-    low = 0
-    before = assign_ranks([], [member(node) for node in others], max_nodes=len(others))
-    assert assign_ranks(before, [member(low), *before], max_nodes=len(others)) == before
-    grown = assign_ranks(before, [member(low), *before], max_nodes=len(others) + 1)
-    assert grown == (*before, member(low)), "nor moves anybody: it comes behind"
+# -- ranks
+
+
+@given(sizes=st.lists(st.integers(1, 16), min_size=1, max_size=40))
+@example(sizes=[4, 1, 8])
+def test_the_ranks_of_all_nodes_are_the_numbers_below_the_world_size(sizes: list[int]) -> None:
+    members = [sized(100 - slot, size) for slot, size in enumerate(sizes)]
+    layouts = [rank_layout(members, member.uid) for member in members]
+    assert [rank for layout in layouts for rank in layout.global_ranks] == list(range(sum(sizes)))
+    assert {layout.world_size for layout in layouts} == {sum(sizes)}
+    assert [layout.group_rank for layout in layouts] == list(range(len(sizes)))
+    assert {layout.group_world_size for layout in layouts} == {len(sizes)}
+    assert [layout.local_world_size for layout in layouts] == sizes
+    assert [layout.first_rank for layout in layouts] == [layout.global_ranks[0] for layout in layouts]
+
+
+def test_who_is_no_member_has_no_rank() -> None:
+    with pytest.raises(StopIteration):
+        rank_layout([member(0), member(1)], "stranger")
 
 
 # -- segments
@@ -216,9 +219,6 @@ def test_without_segments_every_node_is_whole(previous: list[int], present: list
 
 
 def test_a_segment_is_filled_by_one_with_as_many_workers_in_the_same_order() -> None:
-    def sized(node: int, size: int) -> Member:
-        return Member(f"{node:05d}-a", node, size)
-
     before = [sized(0, 4), sized(1, 2), sized(2, 4), sized(3, 4)]
     spares = [sized(4, 4), sized(5, 4), sized(6, 4), sized(7, 2)]
     after = assign_ranks(before, [sized(1, 2), *before[2:], *spares], max_nodes=4, segment=2)
