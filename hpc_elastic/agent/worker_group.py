@@ -155,7 +155,7 @@ class Round(Protocol):
 
 
 class Rendezvous(Protocol):
-    """What an agent needs of a rendezvous handler; `rendezvous.handler.FileRendezvousHandler` is one.
+    """The part of a rendezvous handler that an agent needs; `rendezvous.handler.FileRendezvousHandler` is one.
 
     It may have more. ``round_is_over() -> bool``: another node asked for a new round, or may come in; with it,
     `num_nodes_waiting` is not asked, since a node that waits although the round goes on is a spare. ``fileno()``:
@@ -236,7 +236,7 @@ class WorkerSpec:
         return self.rdzv_handler
 
     def get_entrypoint_name(self) -> str:
-        """For messages: the function's name, or the command."""
+        """The function's name or the command, for messages."""
         if callable(self.entrypoint):
             return getattr(self.entrypoint, "__qualname__", repr(self.entrypoint))
         return str(self.entrypoint)

@@ -1,4 +1,4 @@
-"""What workers print, made fit for a log that many of them share, and for the terminal that shows it. Pure.
+"""Makes what workers print fit for a log that many of them share, and for the terminal that shows it. Pure.
 
 Colours stay, and end with their line. Whatever else steers a terminal (cursor movements, titles, bells, other character
 sets) is taken out: on a terminal it would draw over another rank's lines. A progress bar that redraws itself with

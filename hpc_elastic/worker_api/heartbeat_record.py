@@ -16,7 +16,7 @@ try:
 except ImportError:  # a worker's Python may have the folder of this package alone
 
     class Struct:  # type: ignore[no-redef]
-        """As much of msgspec's as the records here need."""
+        """The part of msgspec's that the records here need."""
 
         def __init_subclass__(cls, **_: bool) -> None:
             pass

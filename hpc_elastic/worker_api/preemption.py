@@ -37,7 +37,7 @@ class PreemptionNotice(Struct, frozen=True):
         return max(0.0, (self.deadline_ns - clock_gettime_ns(CLOCK_BOOTTIME)) / 1e9)
 
     def is_due(self, step: int) -> bool:
-        """Whether to save now, after `step`. True on all ranks after the same step, where they report their steps."""
+        """Return whether to save now, after `step`. Ranks that report their steps are told so after the same one."""
         return self.is_agreed and (self.step is None or step >= self.step)
 
 

@@ -1,4 +1,4 @@
-"""What torch calls at the end of ``import torch``, so that a run knows of a worker what its script need not report.
+"""Called by torch at the end of ``import torch``, so that a run knows of a worker what its script need not report.
 
 The package's entry point in ``torch.backends`` names it (torch 2.5 and newer; TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns
 that off). Outside of a worker of a run nothing happens. No failure in here reaches the script.
