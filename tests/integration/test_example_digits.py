@@ -14,7 +14,6 @@ import pytest
 
 from hpc_elastic.submission import ElasticExecutor, Script
 from tests.rigs.inprocess_ranks import free_ports
-from tests.rigs.local_run import START_METHODS
 from tests.rigs.training_scripts import of_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +68,7 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
     assert final_loss(output) == pytest.approx(undisturbed_loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_killed_worker_costs_a_restart_and_no_accuracy(
     tmp_path: Path, undisturbed_loss: float, start_method: str
 ) -> None:

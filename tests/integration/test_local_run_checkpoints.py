@@ -196,7 +196,7 @@ def program_of_the_page(block: int) -> str:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("block", [0, 1], ids=["torch.save", "dcp"])
+@pytest.mark.parametrize("block", [pytest.param(0, id="torch.save", marks=pytest.mark.slow), pytest.param(1, id="dcp")])
 def test_the_programs_of_the_page_resume(tmp_path: Path, block: int) -> None:
     """An unmodified DDP script, with the page's lines in it."""
     program = program_of_the_page(block)

@@ -21,7 +21,13 @@ def _said(*argv: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("--fail", "raise@5")], ids=["undisturbed", "with-a-restart"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="undisturbed", marks=pytest.mark.slow),
+        pytest.param(("--fail", "raise@5"), id="with-a-restart"),
+    ],
+)
 def test_a_run_that_is_over_leaves_few_files(ddp_run: Callable[..., LocalRun], arguments: tuple[str, ...]) -> None:
     with ddp_run("--steps", "12", *arguments, nproc=2) as run:
         assert run.finish(within=200.0) == 0

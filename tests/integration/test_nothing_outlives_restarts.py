@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.rigs.many_restarts import restart
 
 _TO_AND_FRO = 6
 """Descriptors that are open in the midst of a round and not in that of another."""
 
 
+@pytest.mark.slow
 def test_a_hundred_restarts_leave_an_agent_as_it_was(tmp_path: Path) -> None:
     found = restart(tmp_path, rounds=100, warm=30)
     early, late = found.early, found.late

@@ -118,7 +118,7 @@ def _kill(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ending", ["stopped", "agent killed"])
+@pytest.mark.parametrize("ending", [pytest.param("stopped", marks=pytest.mark.slow), "agent killed"])
 def test_two_hundred_workers_on_one_node(tmp_path: Path, ending: str) -> None:
     """Started within the descriptors of a usual shell (1024), and all gone soon after one has failed."""
     stage = tmp_path / "stage"

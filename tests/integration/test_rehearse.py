@@ -134,7 +134,7 @@ def rehearse_training(folder: Path, flaw: str, faults: str, *, steps: int = 40) 
 @pytest.mark.parametrize(
     ("flaw", "faults", "guilt"),
     [
-        ("optimizer", "kill-worker", "losses_part"),
+        pytest.param("optimizer", "kill-worker", "losses_part", marks=pytest.mark.slow),
         pytest.param("schedule", "kill-worker", "losses_part", marks=pytest.mark.slow),
         pytest.param("sampler", "kill-worker", "losses_part", marks=pytest.mark.slow),
         ("rank-0", "kill-worker", "losses_part"),
@@ -248,6 +248,7 @@ def test_where_a_named_fault_is_not_done_no_verdict_is_certain(tmp_path: Path) -
     assert "not certain: 1 fault; not tried: kill-node" in page
 
 
+@pytest.mark.slow
 def test_a_save_that_no_run_of_three_could_catch_is_named_in_the_verdict(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -129,6 +129,7 @@ def _children_in_session(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_first_node_is_lost_a_newcomer_comes_and_the_id_is_used_again(torchruns: Torchruns, tmp_path: Path) -> None:
     first = tmp_path / "first"
     agents = [torchruns.start("2:3", first, task=task) for task in range(3)]
