@@ -214,17 +214,6 @@ class AttemptEntry(Struct, frozen=True, kw_only=True):
     rounds: tuple[RoundEntry, ...]
 
 
-def attempt_entries(history: RunHistory) -> tuple[AttemptEntry, ...]:
-    return tuple(
-        AttemptEntry(
-            attempt=attempt,
-            end=wording.describe_outcome(history, attempt),
-            rounds=tuple(round_entry(history, attempt, part) for part in attempt.rounds),
-        )
-        for attempt in history.attempts
-    )
-
-
 def round_entry(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> RoundEntry:
     """How a round ended, in one line."""
     verdict = verdict_of(part)

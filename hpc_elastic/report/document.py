@@ -20,7 +20,7 @@ from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.advice import Advice, advise
-from hpc_elastic.report.blocks import AttemptEntry, Block, attempt_entries, hung_ranks, other_failures
+from hpc_elastic.report.blocks import AttemptEntry, Block, hung_ranks, other_failures, round_entry
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
@@ -96,7 +96,12 @@ class Document:
 
     @cached_property
     def attempts(self) -> tuple[AttemptEntry, ...]:
-        return attempt_entries(self.history)
+        history, entries = self.history, []
+        for attempt in history.attempts:
+            rounds = tuple(round_entry(history, attempt, part) for part in attempt.rounds)
+            end = wording.describe_outcome(history, attempt)
+            entries.append(AttemptEntry(attempt=attempt, end=end, rounds=rounds))
+        return tuple(entries)
 
     @property
     def bad_nodes(self) -> list[tuple[NodeScore, bool]]:

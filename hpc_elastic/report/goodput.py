@@ -188,8 +188,8 @@ class _Account:
         self._booked |= dict.fromkeys(("training", "kept", "recomputed", "hanging", "checkpointing"), 0.0)
         self._why_unknown = self._find_why_unknown(rounds)
         self._resumed = _resumed_at(rounds)
-        self._lost: dict[tuple[int, int], float] = {}
-        self._hung: dict[tuple[int, int], float] = {}
+        self._lost = self._hung = 0.0
+        """The last round's seconds of steps that were lost, and until its hang was found."""
 
     def _find_why_unknown(self, rounds: Sequence[RoundTimes]) -> str:
         known = [(one.part, one.steps) for one in rounds if one.steps is not None]
@@ -205,10 +205,11 @@ class _Account:
         idle = (begin - self._cursor) / 1e9 - waited
         ran = (stop - begin) / 1e9
         within = min(ran, self._restarts_within(times))
+        lost = hung = 0.0
         if self._why_unknown:
             self._booked["training"] += ran - within
         else:
-            warm, ran = self._book_steps(times, begin, stop, within)
+            warm, lost, hung = self._book_steps(times, begin, stop, within)
             idle += warm
         self._booked["interrupted"] += within
         self._booked["queued"] += waited
@@ -218,7 +219,7 @@ class _Account:
             self._booked["interrupted"] += idle
             recovered = bool(self._why_unknown) or times.steps is not None
             self._add_cost(self._last, idle + waited, waited, recovered=recovered, after=times)
-        self._cursor, self._last = stop, times
+        self._cursor, self._last, self._lost, self._hung = stop, times, lost, hung
 
     def _restarts_within(self, times: RoundTimes) -> float:
         by_iteration = {one.iteration: one for one in times.part.in_process if not one.gave_up}
@@ -227,11 +228,14 @@ class _Account:
             self._costs.append(Cost(attempt=times.attempt, round=times.part.index, what=what, seconds=one.seconds))
         return sum(one.seconds for one in by_iteration.values())
 
-    def _book_steps(self, times: RoundTimes, begin: int, stop: int, within: float) -> tuple[float, float]:
-        """Book the time in which a round's workers ran. Returns the seconds until its first step, and the others."""
+    def _book_steps(self, times: RoundTimes, begin: int, stop: int, within: float) -> tuple[float, float, float]:
+        """Book the time in which a round's workers ran.
+
+        Returns the seconds until its first step, of steps that were lost, and until its hang was found.
+        """
         steps, item = times.steps, times.part
         if steps is None:
-            return max(0.0, (stop - begin) / 1e9 - within), 0.0
+            return max(0.0, (stop - begin) / 1e9 - within), 0.0, 0.0
         self._checkpoints += steps.checkpoints
         first = min(max(steps.first_ns, begin), stop)
         last = min(max(steps.last_ns, first), stop)
@@ -252,25 +256,25 @@ class _Account:
         verdict = verdict_of(item)
         if item.succeeded:
             booked["ending"] += tail
-            return warm, core
+            return warm, 0.0, 0.0
         if resumed is not None and count > 0:  # a later round went on further on than was reported
             unseen = min(tail, max(0, resumed - steps.last - 1) * done / count)
             booked["kept"] += unseen
             booked["training"] += unseen
-            tail, core = tail - unseen, core + unseen
+            tail -= unseen
         is_open = not item.broken and not item.stopping_reasons
         hangs = verdict.failure is not None and verdict.failure.failure_class is FailureClass.HANG
+        hung = 0.0
         if hangs or item.suspected_ns > steps.last_ns:
             booked["hanging"] += tail
-            self._hung[_key(times)] = tail
+            hung = tail
         elif is_open:
             booked["kept"] += tail
         else:
             booked["recomputed"] += tail
             lost += tail
         booked["training"] += tail
-        self._lost[_key(times)] = lost
-        return warm, core + tail
+        return warm, lost, hung
 
     def close(self, final: RoundTimes | None) -> Goodput:
         waited = _overlap(self._gaps, self._cursor, self._end)
@@ -302,7 +306,6 @@ class _Account:
         item = times.part
         verdict = verdict_of(item)
         is_failure = verdict.cause is not Cause.NONE
-        recomputed = self._lost.get(_key(times), 0.0)
         what = verdict.summary
         if not is_failure:
             attempt = next(one for one in self._history.attempts if one.number == times.attempt)
@@ -317,9 +320,9 @@ class _Account:
                 attempt=times.attempt,
                 round=item.index,
                 what=what,
-                seconds=seconds + recomputed + self._hung.get(_key(times), 0.0),
+                seconds=seconds + self._lost + self._hung,
                 queued=queued,
-                recomputed=recomputed,
+                recomputed=self._lost,
                 recovered=recovered,
                 is_failure=is_failure,
                 host=host if is_failure else "",

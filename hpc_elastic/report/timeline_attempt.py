@@ -220,9 +220,11 @@ class PlacedAttempt:
         return spans
 
     def rank_spans(self, stay: Stay, failed_ns: int | None) -> list[Span]:
-        kept = []
-        for span in stay.spans(self.end_ns):
-            if failed_ns is None or span.state is NodeState.LOST or span.end_ns <= failed_ns:
+        spans, kept = stay.spans(self.end_ns), []
+        if failed_ns is None:
+            return spans
+        for span in spans:
+            if span.state is NodeState.LOST or span.end_ns <= failed_ns:
                 kept.append(span)
             elif span.start_ns < failed_ns:
                 kept.append(replace(span, end_ns=failed_ns))
