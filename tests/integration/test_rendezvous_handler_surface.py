@@ -312,13 +312,6 @@ def test_a_real_timeout_pickles_and_names_who_did_not_come_again(rig: HandlerRig
 # -- ids and extra data
 
 
-def test_ids_that_differ_in_case_alone_are_two_runs_also_where_case_does_not_count(rig: HandlerRig) -> None:
-    for run_id in ("Run", "run", "RUN", "a/b", "a_b", "é", "e\u0301"):
-        assert rig.meet(rig.make(run_id=run_id))[0].world_size == 1
-    names = [path.name.lower() for path in rig.folder.iterdir()]
-    assert len(set(names)) == len(names) == 7
-
-
 def test_the_same_id_under_another_prefix_is_another_run(rig: HandlerRig) -> None:
     config = HandlerConfig(directory=str(rig.folder), run_id="run", min_nodes=1, max_nodes=1)
     one, other = (FileRendezvousHandler(replace(config, prefix=prefix)) for prefix in ("", "/torchelastic/p2p"))

@@ -145,15 +145,6 @@ def test_the_timeout_is_kept_and_names_who_is_there(rig: HandlerRig) -> None:
     assert not one.is_closed()
 
 
-def test_a_lost_member_is_named_when_none_comes_in_its_place(rig: HandlerRig) -> None:
-    one, other = rig.make(2, timeout=4.0), rig.make(2)
-    rig.meet(one, other)
-    other.withdraw()
-    until(one.round_is_over)
-    with at_most(16.0), pytest.raises(RendezvousTimeoutError, match="missing: host1"):
-        one.next_rendezvous()
-
-
 def test_the_last_one_out_closes_and_the_id_stays_closed_unless_it_is_reopened(rig: HandlerRig) -> None:
     one, other = rig.make(2), rig.make(2)
     first, _ = rig.meet(one, other)
@@ -242,14 +233,14 @@ def test_a_hung_filesystem_holds_nobody_beyond_the_deadline(rig: HandlerRig, mon
         hung.set()
 
 
-@pytest.mark.parametrize("run_id", [".", "..", "a/b/../c", "x" * 300, "läuft", "-", "a\nb", "\udc80"])
+@pytest.mark.parametrize("run_id", [".", "..", "a/b/../c", "x" * 300, "läuft", "e\u0301", "-", "a\nb", "\udc80"])
 def test_any_run_id_works(rig: HandlerRig, run_id: str) -> None:
     assert rig.meet(rig.make(run_id=run_id))[0].rank == 0
     assert len(list(rig.folder.iterdir())) == 1
 
 
 def test_names_of_different_ids_differ_and_are_safe() -> None:
-    ids = ["a/b", "a_b", "a.b", "A_B", "a b", "", ".", "x" * 300, "x" * 301, "ä", "a\u0308"]
+    ids = ["a/b", "a_b", "a.b", "A_B", "a b", "", ".", "x" * 300, "x" * 301, "ä", "a\u0308", "a_B"]
     names = [safe_name(run_id) for run_id in ids]
     assert len({name.lower() for name in names}) == len(ids)
     for name in names:
