@@ -68,6 +68,9 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     """Their cost: with queue, start, and steps that were done again."""
     longest_step: float | None = None
     """Seconds between two heartbeats."""
+    step_timeout: float | None = None
+    could_fork: bool = True
+    """Both as in `RunHistory`."""
 
 
 def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
@@ -100,6 +103,8 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
         time_limits=len(limits),
         time_limit_seconds=sum(cost.seconds for cost in limits),
         longest_step=max((one.longest_step for one in known), default=0.0) or None,
+        step_timeout=history.step_timeout,
+        could_fork=history.could_fork,
     )
 
 
@@ -115,20 +120,16 @@ class Advice(Struct, frozen=True, kw_only=True):
 
 
 def advise(history: RunHistory, goodput: Goodput) -> tuple[Advice, ...]:
-    costs = measure_costs(history, goodput)
-    return advise_by(costs, goodput, step_timeout=history.step_timeout, could_fork=history.could_fork)
+    return advise_by(measure_costs(history, goodput), goodput)
 
 
-def advise_by(
-    costs: MeasuredCosts, goodput: Goodput, *, step_timeout: float | None = None, could_fork: bool = True
-) -> tuple[Advice, ...]:
-    """The same by its numbers; `step_timeout` and `could_fork` as in `RunHistory`."""
+def advise_by(costs: MeasuredCosts, goodput: Goodput) -> tuple[Advice, ...]:
     if goodput.wall < _LEAST_WALL:
         return ()
     found = (
         ("checkpoint_interval", _interval(costs)),
-        ("restart", _restart(costs, goodput, could_fork=could_fork)),
-        ("hang_timeout", _timeout(costs, goodput, step_timeout)),
+        ("restart", _restart(costs, goodput)),
+        ("hang_timeout", _timeout(costs, goodput)),
         ("nodes", _nodes(costs)),
         ("queue", _queue(costs, goodput)),
         ("time_limit", _time_limit(costs, goodput)),
@@ -170,7 +171,7 @@ def _interval(costs: MeasuredCosts) -> Iterator[str]:
     )
 
 
-def _restart(costs: MeasuredCosts, goodput: Goodput, *, could_fork: bool) -> Iterator[str]:
+def _restart(costs: MeasuredCosts, goodput: Goodput) -> Iterator[str]:
     if costs.restarts < 2 or costs.restart_seconds is None or not costs.restart_parts:
         return
     longest = max(costs.restart_parts, key=lambda part: part.seconds)
@@ -180,14 +181,14 @@ def _restart(costs: MeasuredCosts, goodput: Goodput, *, could_fork: bool) -> Ite
     yield (
         f"{name} took {duration(longest.seconds, fine=True)} of the "
         f"{duration(costs.restart_seconds, fine=True)} of a restart (mean of {costs.restarts}); "
-        f"shorter by {cold if could_fork else warm}"
+        f"shorter by {cold if costs.could_fork else warm}"
     )
 
 
-def _timeout(costs: MeasuredCosts, goodput: Goodput, timeout: float | None) -> Iterator[str]:
-    if timeout is None or costs.longest_step is None:
+def _timeout(costs: MeasuredCosts, goodput: Goodput) -> Iterator[str]:
+    timeout, longest = costs.step_timeout, costs.longest_step
+    if timeout is None or longest is None:
         return
-    longest = costs.longest_step
     if timeout < 1.5 * longest:
         yield (
             f"a step has taken {duration(longest, fine=True)}, and --section-timeouts ends workers after "

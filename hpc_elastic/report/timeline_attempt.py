@@ -204,7 +204,10 @@ class PlacedAttempt:
             cursor = agent_starts[0]
         was_in = -1
         for stay in stays:
-            spans += _between(cursor, stay.start_ns, self.extents, was_in=was_in, then_in=stay.round)
+            if stay.round == was_in + 1 and stay.start_ns > cursor:
+                spans.append(Span(NodeState.RENDEZVOUS, cursor, stay.start_ns, -1))
+            else:
+                spans += _between(cursor, stay.start_ns, self.extents, was_in=was_in, then_in=stay.round)
             mine = stay.spans(self.end_ns)
             spans += mine
             cursor, was_in = max(stay.end_ns, mine[-1].end_ns if mine else 0), stay.round

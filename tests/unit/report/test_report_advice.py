@@ -39,7 +39,7 @@ GOODPUT = Goodput(
 
 
 def said(costs: MeasuredCosts, goodput: Goodput = GOODPUT, **more: Any) -> dict[str, str]:
-    return {one.about: one.text for one in advise_by(costs, goodput, **more)}
+    return {one.about: one.text for one in advise_by(replace(costs, **more), goodput)}
 
 
 def test_a_run_that_does_well_gets_no_advice() -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from hpc_elastic.failures.excerpt import fold_repeats
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_json import json_report, render_json
-from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.render_text import _traceback, fit_traceback, headline_lines, render_job_log, render_text
 from hpc_elastic.report.write import write_report
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
@@ -418,3 +420,173 @@ def test_json_text_is_the_json_value(tmp_path: Path, builder: RunBuilder) -> Non
         assert json.loads(text) == json.loads(json.dumps(render_json(Document(history))))
         assert text.endswith("]}\n")
         assert max(map(len, text.splitlines())) < 1_000_000
+
+
+def test_a_headline_breaks_between_words_and_says_that_it_was_cut() -> None:
+    text = "RuntimeError: " + "word " * 100
+    lines = headline_lines(text, 60)
+    assert len(lines) == 5
+    assert all(len(line) <= 60 and line == line.rstrip() for line in lines)
+    assert all(line.endswith("word") for line in lines[:4])
+    assert lines[4].endswith(" ...")
+    assert headline_lines("x" * 70, 60) == ["  " + "x" * 58, "  " + "x" * 12]
+    assert headline_lines("", 60) == ["  (no message)"]
+
+
+def test_a_headline_is_without_the_place_in_a_librarys_source() -> None:
+    text = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
+    assert headline_lines(text, 120) == ["  RuntimeError: Connection closed by peer"]
+
+
+def test_a_long_path_in_a_traceback_loses_its_beginning_not_the_function() -> None:
+    line = f'      File "/shared{"/folder" * 20}/lib/python3.11/site-packages/torch/optim.py", line 83, in wrapper'
+    shown = fit_traceback(line, 80)
+    assert len(shown) <= 80
+    assert shown.startswith('      File "...')
+    assert shown.endswith('/torch/optim.py", line 83, in wrapper')
+    assert fit_traceback(line, 300) == line
+    assert fit_traceback("    x = " + "1" * 100, 60).endswith("...")
+
+
+def test_the_same_frame_again_and_again_is_folded() -> None:
+    frame = '  File "/u/train.py", line 5 in deep'
+    assert fold_repeats(["a", *[frame] * 100, "b"]) == [
+        "a",
+        *[frame] * 3,
+        "  [Previous line repeated 97 more times]",
+        "b",
+    ]
+    assert fold_repeats([frame] * 4 + ["x"] * 9) == [frame] * 4 + ["x"] * 9
+
+
+def test_of_64_ranks_the_job_log_names_one_and_counts_the_others(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=8, per_node=8)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(0, at=9, per_node=8, exception="ValueError: bad"))
+    for rank in range(1, 64):
+        text = "RuntimeError: Connection closed by peer [10.0.0.2]:3216" if rank % 2 else "DistBackendError: NCCL error"
+        builder.fail(replace(make_failure(rank, at=10, per_node=8, exception=text), failure_class=FailureClass.SYMPTOM))
+    builder.end(0, at=12, outcome="failed", code=1)
+    text = render_job_log(Document(collect_run(builder.root)))
+    assert "  63 other ranks ended with it: RuntimeError x32, DistBackendError x31\n" in text
+    assert text.count("\n") <= 25
+
+
+FRAMES = [
+    line
+    for depth in range(20)
+    for line in (f'  File "/home/ann/train.py", line {depth}, in f{depth}', f"    f{depth + 1}()")
+]
+
+
+def shown(message: str, *, lines: int | None = 15, frames: list[str] = FRAMES) -> list[str]:
+    text = "\n".join(["Traceback (most recent call last):", *frames, message])
+    failure = replace(make_failure(0, at=1, exception="ValueError: x"), message=message, traceback=text)
+    return [line.strip() for line in _traceback(failure, 200, lines, lost="")]
+
+
+def test_a_long_message_leaves_room_for_the_frames() -> None:
+    """As where something that runs at the exit has printed 38 lines after the exception."""
+    told = shown("ValueError: bad batch\n" + "\n".join(f"bye {n}" for n in range(38)))
+    assert len(told) <= 15
+    assert told[-1] == "... 36 more lines (--all shows them)"
+    assert told[-4:-1] == ["ValueError: bad batch", "bye 0", "bye 1"]
+    assert told[-5] == "f20()"
+    assert told[-6].endswith("in f19")
+    assert told[1].endswith("lines above (--all shows them)")
+
+
+def test_a_short_stack_leaves_its_room_to_the_message() -> None:
+    told = shown("ValueError: bad batch\n" + "\n".join(f"field {n}" for n in range(6)), frames=FRAMES[-2:])
+    assert told[-1] == "field 5"
+    assert told[1].endswith("in f19")
+
+
+@pytest.mark.parametrize("lines", [4, 6, 15, 20])
+def test_never_more_than_asked_for_and_the_exception_is_there(lines: int) -> None:
+    for more in (0, 1, 2, 5, 60):
+        told = shown("\n".join(["ValueError: bad batch", *(f"bye {n}" for n in range(more))]), lines=lines)
+        assert len(told) <= lines, (more, told)
+        assert "ValueError: bad batch" in told or lines == 4, (more, told)
+
+
+def test_what_a_message_quotes_stands_at_its_end() -> None:
+    quoted = "\n".join(["Original Traceback (most recent call last):", *FRAMES, "KeyError: 'label'"])
+    told = shown(f"KeyError: Caught KeyError in DataLoader worker process 0.\n{quoted}")
+    assert told[-1] == "KeyError: 'label'"
+    assert told[-3].endswith("in f19")
+
+
+def test_all_of_it_on_demand() -> None:
+    told = shown("ValueError: bad batch\n" + "\n".join(f"bye {n}" for n in range(38)), lines=None)
+    assert told[-1] == "bye 37"
+    assert len(told) == 1 + len(FRAMES) + 39
+
+
+_CAUSE = "rank 2: ValueError: bad batch"
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        (f"restart 1 of 3 (2 left) after: {_CAUSE}", "Recovery: restart 1 of 3 (2 left) -> round 1\n"),
+        (
+            "restart 1 of 3 (2 left) after: rank 2: ValueError: bad ba...",
+            "Recovery: restart 1 of 3 (2 left) -> round 1\n",
+        ),
+        (f"restart 1 of 3: {_CAUSE} and more", f"Recovery: restart 1 of 3: {_CAUSE} and more -> round 1\n"),
+        ("restart 1 of 3: rank 1: gloo/a.cc", "Recovery: restart 1 of 3: rank 1: gloo/a.cc -> round 1\n"),
+        ("restart 1 of 3: [/x/pair.cc:538] closed", "Recovery: restart 1 of 3: closed -> round 1\n"),
+    ],
+)
+def test_the_reason_without_the_cause_that_stands_above(tmp_path: Path, reason: str, shown: str) -> None:
+    builder = RunBuilder(tmp_path / "run")
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=15, exception="ValueError: bad batch"))
+    builder.round(0, 1, at=20, reason=reason)
+    assert shown in render_text(Document(collect_run(builder.root)))
+
+
+def _done(builder: RunBuilder) -> list[str]:
+    history = collect_run(builder.root)
+    done = list(Document(history).done)
+    text = render_text(Document(history))
+    assert all(line in text for line in done)
+    return done
+
+
+def _lose_n3(root: Path) -> RunBuilder:
+    builder = RunBuilder(root / "run", nodes=6)
+    builder.attempt(0)
+    builder.round(0, 0, at=1, without=(4, 5))
+    builder.event(0, "agent", 0, 33, "node_lost", round=0, node=2, host="n3", age=3.1)
+    return builder
+
+
+def test_a_spare_that_took_over_is_named(tmp_path: Path) -> None:
+    builder = _lose_n3(tmp_path)
+    place = {"group_rank": 2, "replaces_node": 2, "replaces_host": "n3"}
+    builder.event(0, "agent", 0, 34, "node_replaced", round=1, node=4, host="n5", **place)
+    builder.round(0, 1, at=34, without=(2, 5), reason="n3 stopped its heartbeat")
+    assert _done(builder) == [
+        "a new round, which costs no restart: n3 stopped its heartbeat -> round 1",
+        "spare n5 took over from n3",
+    ]
+    (spare,) = render_json(Document(collect_run(builder.root)))["attempts"][0]["rounds"][1]["replaced"]
+    assert spare == {"node": 4, "host": "n5", **place}
+
+
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [
+        ((2, 4, 5), "round 1: shrunk to 3 nodes from 4, without n3"),
+        ((2,), "round 1: grown to 5 nodes from 4, without n3; with n5, n6"),
+        ((2, 5), "round 1: 4 nodes as before, without n3; with n5"),
+    ],
+)
+def test_how_many_nodes_there_are_now(tmp_path: Path, without: tuple[int, ...], told: str) -> None:
+    builder = _lose_n3(tmp_path)
+    builder.round(0, 1, at=34, without=without, reason="n3 stopped its heartbeat")
+    assert told in _done(builder)
