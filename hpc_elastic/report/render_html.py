@@ -150,9 +150,9 @@ def _entry_of(subject: Subject, entries: Sequence[Entry]) -> int | None:
 
 
 def _tone(shown: AttemptHistory | None) -> str:
-    if shown is None or not shown.outcome or wording.is_requeued(shown):
-        return "good" if shown is not None and shown.outcome == "succeeded" else "warn"
-    return "good" if shown.outcome == "succeeded" else "bad"
+    if shown is None or not shown.outcome:
+        return "warn"
+    return "good" if shown.outcome == "succeeded" else "warn" if wording.is_requeued(shown) else "bad"
 
 
 def _verdict(document: Document, *, opens: int | None) -> dict[str, Any]:

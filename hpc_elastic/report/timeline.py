@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -132,25 +133,15 @@ class Entry(Struct, frozen=True, kw_only=True):
     kind: MarkKind
     attempt: int
     round: int
+    headline: str
+    first_ns: int | None
+    """When it was seen first, by the clock of its host."""
     fold: Fold | None = None
     loss: NodeLoss | None = None
 
     @property
     def members(self) -> tuple[WorkerFailure, ...]:
         return self.fold.members if self.fold is not None else ()
-
-    @property
-    def headline(self) -> str:
-        if self.loss is not None:
-            return self.loss.summary
-        return self.fold.headline if self.fold is not None else ""
-
-    @property
-    def first_ns(self) -> int | None:
-        """When it was seen first, by the clock of its host."""
-        if self.loss is not None:
-            return self.loss.gone_ns
-        return self.fold.first.ended_ns if self.fold is not None else None
 
 
 class Mark(NamedTuple):
@@ -212,16 +203,17 @@ def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) 
 
 def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
     found: list[Entry] = []
-    for attempt in attempts:
-        for item in attempt.rounds:
-            verdict = verdict_of(item)
-            for loss in (*item.lost_nodes, *item.own_failures):
-                kind = MarkKind.CAUSE if loss is verdict.lost_node else MarkKind.LOST
-                found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, loss=loss))
-            for fold in fold_failures(item.failures, item.clocks):
-                is_cause = verdict.failure is not None and any(f is verdict.failure for f in fold.members)
-                kind = MarkKind.CAUSE if is_cause else MarkKind(FAILURE_WORDS[fold.first.failure_class])
-                found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, fold=fold))
+    for attempt, item in ((one, item) for one in attempts for item in one.rounds):
+        verdict = verdict_of(item)
+        add = partial(Entry, attempt=attempt.number, round=item.index)
+        for loss in (*item.lost_nodes, *item.own_failures):
+            kind = MarkKind.CAUSE if loss is verdict.lost_node else MarkKind.LOST
+            found.append(add(number=len(found), kind=kind, headline=loss.summary, first_ns=loss.gone_ns, loss=loss))
+        for fold in fold_failures(item.failures, item.clocks):
+            is_cause = verdict.failure is not None and any(one is verdict.failure for one in fold.members)
+            kind = MarkKind.CAUSE if is_cause else MarkKind(FAILURE_WORDS[fold.first.failure_class])
+            when = fold.first.ended_ns
+            found.append(add(number=len(found), kind=kind, headline=fold.headline, first_ns=when, fold=fold))
     return tuple(found)
 
 
