@@ -263,8 +263,8 @@ def save_if_possible(path: Path, value: Struct) -> None:
 PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
     ("hang_detector", "HangDetector.for_agent", lambda me: True),
     ("slow_rank_watch", "SlowRankWatch", lambda me: me.spec.slow_ranks is not OnSlowRank.OFF),
-    ("checkpoints", "CheckpointWatch", lambda me: True),
-    ("checkpoints", "PreemptionWatch", lambda me: True),
+    ("save_reports", "CheckpointWatch", lambda me: True),
+    ("save_reports", "PreemptionWatch", lambda me: True),
     ("checkpoint_copies", "CheckpointCopies", lambda me: bool(me.spec.checkpoint_dir)),
     ("setup", "Setup", lambda me: bool(me.spec.setup)),
     ("restart_group", "RestartGroupWatch", lambda me: True),

@@ -29,7 +29,8 @@ import sys
 import hpc_elastic
 
 stalls = []
-DATA = os.urandom({size})
+DATA = os.urandom(1_000_000)
+READ = bytearray(len(DATA))
 PEERS = connect(240.0)
 
 
@@ -49,7 +50,8 @@ def timed(what, action):
 
 def write(folder):
     with open(folder / f"rank{{RANK}}", "wb") as file:
-        file.write(DATA)
+        for _ in range({size} // len(DATA)):
+            file.write(DATA)
         file.flush()
         os.fsync(file.fileno())
 
@@ -60,7 +62,9 @@ def save(step):
 
 
 def read(folder):
-    return len((folder / f"rank{{RANK}}").read_bytes())
+    with open(folder / f"rank{{RANK}}", "rb", buffering=0) as file:
+        while file.readinto(READ):
+            pass
 
 
 found = hpc_elastic.latest_checkpoint()
@@ -69,7 +73,7 @@ if found is None:
     for step in range({times}):
         timed("direct", lambda: write(Path({direct!r})))
         stalls.append(timed("through", lambda: save(step)))
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 900
         while not (Path({saved!r}) / f"step-{{step}}" / "hpc-elastic-index.json").exists():
             if time.monotonic() > deadline:
                 sys.exit("not committed")
@@ -100,7 +104,7 @@ while not os.path.exists("end"):
 
 
 def measure(*, quick: bool) -> list[Number]:
-    size, times, kills, bandwidth = (8 << 20, 2, 2, 5 << 20) if quick else (50 << 20, 3, 4, 5 << 20)
+    size, times, kills, bandwidth = (8_000_000, 2, 2, 5e6) if quick else (1_000_000_000, 2, 3, 1e8)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         backing = Path(folder, "server")
         backing.mkdir()
@@ -111,7 +115,7 @@ def measure(*, quick: bool) -> list[Number]:
         for what, beside in (("through", "direct"), ("read-node", "read-shared"))
     }
     interval = statistics.median(found["direct"]) / OVERHEAD / STEP_SECONDS
-    note = f"{NODES} × {size >> 20} MiB over {bandwidth >> 20} MiB/s"
+    note = f"{NODES} × {size / 1e6:.0f} MB over {bandwidth / 1e6:.0f} MB/s"
     straight = statistics.median(found["direct"])
     return [
         Number(title="a save straight to the server", unit="s", values=found["direct"], note=note),
@@ -141,14 +145,17 @@ def _run(folder: Path, shared: Path, *, size: int, times: int, kills: int) -> tu
     place = folder / "run"
     place.mkdir()
     options = ["--checkpoint-dir", str(shared / "saved"), "--checkpoint-keep", "3", "--max-restarts", str(kills + 1)]
+    options += ["--checkpoint-local", f"/dev/shm:{3 * size + (64 << 20)}"]
     lost = []
     with LocalRun(place, script, nodes=NODES, nproc=1, options=options) as run:
         for number in range(kills):
             begun = f"begins at {times - 1}" if number == 0 else ""
             run.until(lambda: len(re.findall(r"begins at", run.log())) >= NODES * (number + 1), begun, within=600)  # noqa: B023
-            before = len(re.findall(r"(?m) step \d+$", run.log()))
-            wanted = before + 10 + 7 * number
-            run.until(lambda: len(re.findall(r"(?m) step \d+$", run.log())) >= wanted, "steps", within=120)  # noqa: B023
+            # Each is killed at another moment between two saves.
+            every = int(run.until(lambda: (place / "every").exists() and (place / "every").read_text(), "interval"))
+            begun_at = int(re.findall(r"begins at (\d+)", run.log())[-1])
+            wanted = (begun_at // every + 1) * every + int(every * (number + 0.5) / kills)
+            run.until(lambda: f" step {wanted}\n" in run.log(), f"step {wanted}", within=600)  # noqa: B023
             pids = next(e["pids"] for e in run.events("workers_started") if (e["round"], e["node"]) == (number, 1))
             os.kill(pids[0], signal.SIGKILL)
             begins = NODES * (number + 2)

@@ -19,12 +19,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from hpc_elastic.agent import local_workers, node_agent, rounds
-from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.save_reports import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.ranking import Category, FailureClass

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent import ending, local_workers, node_agent, rounds
 from hpc_elastic.agent.address_filter import Guard
-from hpc_elastic.agent.checkpoints import PreemptionWatch
 from hpc_elastic.agent.fork_server import ForkServer
 from hpc_elastic.agent.hang_detector import HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, GroupSite, Part
+from hpc_elastic.agent.save_reports import PreemptionWatch
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.checkpoints import PreemptionWatch, ended_by_notice
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
+from hpc_elastic.agent.save_reports import PreemptionWatch, ended_by_notice
 from hpc_elastic.rendezvous.preemption import PreemptionStatus, RunNotice
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING

@@ -1,4 +1,4 @@
-"""What a node tells the coordinator of its checkpoints, and when it looks for them."""
+"""What a node reports to the coordinator of its checkpoints, and when it looks for them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.checkpoints import CheckpointStatus, CheckpointWatch
 from hpc_elastic.agent.heartbeats import RankBeat
+from hpc_elastic.agent.save_reports import CheckpointStatus, CheckpointWatch
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.option_values import GrowPolicy
 from tests.rigs.fake_clock import FakeClock
