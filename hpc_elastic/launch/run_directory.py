@@ -132,6 +132,8 @@ def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:
             make_private_dir(paths.root, exist_ok=False)
             write_private(paths.secret, secrets.token_hex(32) + "\n")
             own = replace(spec, run_id=paths.run_id, uid=secrets.token_hex(16), array="")
+            if spec.checkpoint_dir:  # no task goes on from another one's
+                own = replace(own, checkpoint_dir=os.path.join(spec.checkpoint_dir, paths.root.name))
             own.save(paths.run_json, durable=False)
             write_private(paths.job_log, "")
         except OSError as error:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_directory
-from hpc_elastic.launch.run_directory import create_run, why_not_shared
+from hpc_elastic.launch.run_directory import create_run, create_tasks, why_not_shared
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 from tests.rigs.specs import make_spec
 
@@ -65,6 +65,14 @@ def test_discarding_takes_away_what_was_made_and_nothing_else(tmp_path: Path) ->
     assert list(runs.iterdir()) == []  # it was there before the second run
     first.discard()  # once more is no error
     assert not (tmp_path / "a").exists()
+
+
+def test_each_task_of_an_array_has_checkpoints_of_its_own(tmp_path: Path) -> None:
+    asked = replace(spec(), array="0-1", checkpoint_dir=str(tmp_path / "saved"))
+    array = create_run(asked, tmp_path / "runs").paths
+    create_tasks(array, asked, (0, 1))
+    found = [load_run_spec(array.task(task).run_json).checkpoint_dir for task in (0, 1)]
+    assert found == [str(tmp_path / "saved" / "task-0"), str(tmp_path / "saved" / "task-1")]
 
 
 @pytest.mark.parametrize("failing", ["write_private", "make_private_dir"])
