@@ -97,11 +97,8 @@ class NodePlace(Struct, frozen=True, kw_only=True):
     ranks: int
     """Workers of this node."""
 
-    def saving(self, step: int) -> Saving:
-        return Saving(step, self.attempt, self.round, len(self.uids))
-
     def part(self, step: int) -> NodePart:
-        return NodePart(self.saving(step), self.index)
+        return NodePart(Saving(step, self.attempt, self.round, len(self.uids)), self.index)
 
 
 class Start(Struct, frozen=True, kw_only=True):

@@ -62,12 +62,9 @@ class checkpoint_dir:
         """Raises OSError: the node has no room for another checkpoint (ENOSPC), or mkdir's."""
         start = read_start()
         if start is not None:
-            part, local = start.place.part(self._step), Path(start.local)
-            self._dirty, self._final, self._ranks = (
-                local / part.name(DIRTY),
-                local / part.name(WHOLE),
-                start.place.ranks,
-            )
+            place, local = start.place, Path(start.local)
+            part, self._ranks = place.part(self._step), place.ranks
+            self._dirty, self._final = local / part.name(DIRTY), local / part.name(WHOLE)
             if not self._dirty.exists():
                 _await_room(local, start.room)
         else:
