@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,8 @@ class Soak:
         words = {key: state.get(key, "") for key in ("JobState", "Reason", "NodeList", "BatchHost", "Restarts")}
         self._complain(f"{complaint}; {words}; log: {self.run.log[-1500:]}")
         if self._keep is not None:
-            shutil.copytree(self.run.root, self._keep / f"stuck-{len(self.result.complaints)}", symlinks=True)
+            with suppress(shutil.Error):  # the run goes on: files come and go
+                shutil.copytree(self.run.root, self._keep / f"stuck-{len(self.result.complaints)}", symlinks=True)
             (self._keep / f"stuck-{len(self.result.complaints)}" / "slurm.txt").write_text(self._cluster.logs())
         self._close_books()
         self.injectors.finish()
