@@ -423,5 +423,6 @@ class NodeCheckpoints:
         steps = [step for step in committed_steps(self.shared) if read_index(self.shared, step) is not None]
         for step in removable_steps(steps, keep=self._spec.checkpoint_keep, protected=(self._start_step,)):
             remove(self.shared / f"step-{step}")
-        now = os.stat(self.shared / f"step-{self.committed}" / INDEX_NAME).st_mtime
-        remove_dead_targets(self.shared, self._spec.uid, now=now, after=DEAD_SECONDS)
+        with suppress(OSError):  # one changes as it is looked at, so its run lives
+            now = os.stat(self.shared / f"step-{self.committed}" / INDEX_NAME).st_mtime
+            remove_dead_targets(self.shared, self._spec.uid, now=now, after=DEAD_SECONDS)
