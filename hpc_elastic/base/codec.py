@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -22,7 +22,6 @@ from msgspec.json import Decoder
 from msgspec.structs import fields
 
 from hpc_elastic.base.files import Unreadable, parse_json, read_json, write_json
-from hpc_elastic.errors import UsageError
 
 VERSION = 1
 """The version of every format here. A change that older readers can't ignore takes the next number."""
@@ -151,23 +150,16 @@ def save(path: Path, record: Struct, *, durable: bool = False, without: tuple[st
     write_json(path, {"version": VERSION, **to_json(record, without=without)}, durable=durable)
 
 
-def load(
-    path: Path, cls: type[R], *, limit: int = 16 << 20, upgrade: Callable[[dict[str, Any]], None] | None = None
-) -> R | Unreadable:
-    """A record from a file of at most `limit` bytes, or why it is unreadable: ``missing``, ``unreadable: …``.
-
-    `upgrade` changes the format of an earlier version of this program into this one's.
-    """
+def load(path: Path, cls: type[R], *, limit: int = 16 << 20) -> R | Unreadable:
+    """A record from a file of at most `limit` bytes, or why it is unreadable: ``missing``, ``unreadable: …``."""
     value = read_json(path, limit=limit)
     if isinstance(value, str):
         return value
     if problem := version_problem(value):
         return Unreadable(problem)
     try:
-        if upgrade is not None:
-            upgrade(value)
         return from_json(cls, value)
-    except (UnreadableRecordError, UsageError) as error:
+    except UnreadableRecordError as error:
         return Unreadable(f"unreadable: {error}")
 
 

@@ -140,15 +140,17 @@ class Exclusion(Struct, frozen=True, kw_only=True):
 def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEFAULT_HOURS) -> tuple[NodeScore, ...]:
     """The score of every node with evidence against it, the worst first.
 
-    `evidence` may be in any order; the same thing reported twice counts once. It expires after `hours`.
+    `evidence` may be in any order; the same thing reported twice counts once. It expires after `hours`, and shows even
+    then that a failure moves with the code.
     """
     life_ns = int(hours * 3600e9)
-    counts = [item for item in dict.fromkeys(evidence) if now_ns - life_ns < item.at_ns <= now_ns + _AHEAD_NS]
+    known = [item for item in dict.fromkeys(evidence) if item.at_ns <= now_ns + _AHEAD_NS]
+    counts = [item for item in known if now_ns - life_ns < item.at_ns]
     places: dict[str, set[str]] = {}
-    for item in counts:
+    for item in known:
         if item.kind in _MOVING:
             places.setdefault(item.fingerprint, set()).add(item.node)
-    moved = _moved(counts)
+    moved = _moved(known)
     by_node: dict[str, list[Evidence]] = {}
     for item in counts:
         if item.kind is EvidenceKind.APART and item.fingerprint in moved:

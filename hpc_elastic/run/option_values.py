@@ -1,7 +1,7 @@
 """The types of options' values, each with the one parser that makes it from the user's text.
 
 `hpc-elastic submit` parses each option once; the values travel in run.json (`run.spec`), and readers of a run.json, the
-agents among them, get them back as these types. The same parsers read the text that a run.json of format 1 holds.
+agents among them, get them back as these types.
 Every ``parse_*`` takes the option as the user called it and raises UsageError, which names it and the wrong part.
 """
 
@@ -352,13 +352,11 @@ def parse_rdzv_conf(text: str, option: str = "--rdzv-conf") -> dict[str, float |
     return rdzv_values(conf, option)
 
 
-def rdzv_values(
-    conf: Mapping[str, str | float | bool], option: str = "--rdzv-conf", *, known_only: bool = True
-) -> dict[str, float | bool]:
-    """Parse the values; those that are no text are kept, unknown keys only with ``known_only=False``."""
+def rdzv_values(conf: Mapping[str, str | float | bool], option: str = "--rdzv-conf") -> dict[str, float | bool]:
+    """Parse the values; those that are no text are kept."""
     values: dict[str, float | bool] = {}
     for key, text in conf.items():
-        if known_only and key not in (*_SWITCHES, *_NUMBERS):
+        if key not in (*_SWITCHES, *_NUMBERS):
             raise UsageError(f"{option}: unknown key {key!r}; it knows {', '.join(sorted((*_SWITCHES, *_NUMBERS)))}")
         if not isinstance(text, str):
             values[key] = text

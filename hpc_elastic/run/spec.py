@@ -6,18 +6,17 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
-from hpc_elastic.errors import UnreadableFileError, UsageError
+from hpc_elastic.errors import UnreadableFileError
 from hpc_elastic.run.container import Container, ContainerImage, ContainerMount
-from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check, parse_health_checks
+from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 from hpc_elastic.run.option_values import (
     BadNodeSettings,
@@ -30,15 +29,9 @@ from hpc_elastic.run.option_values import (
     SectionTimeouts,
     StartMethod,
     StreamChoice,
-    parse_bad_nodes,
-    parse_health_command,
-    parse_metrics,
-    parse_section_timeouts,
-    parse_std_streams,
-    rdzv_values,
 )
 from hpc_elastic.run.slow_ranks import OnSlowRank
-from hpc_elastic.run.suspicions import HangSettings, parse_hangs
+from hpc_elastic.run.suspicions import HangSettings
 from hpc_elastic.worker_api.restart_group import RestartWith
 
 AUTO = "auto"
@@ -227,44 +220,18 @@ class RunSpec(Struct, frozen=True, kw_only=True):
 
 
 def load_run_spec(path: Path) -> RunSpec:
-    found = codec.load(path, RunSpec, upgrade=_parse_texts)
+    found = codec.load(path, RunSpec)
     if isinstance(found, Unreadable):
         raise UnreadableRunError(path=str(path), why=found, errno=found.errno)
     return found
 
 
-def _parse_texts(value: dict[str, Any]) -> None:
-    # In format 1, run.json held the user's texts of options: empty text was the default.
-    for key, parse in _PARSERS.items():
-        if isinstance(text := value.get(key), str):
-            del value[key]
-            if text:
-                value[key] = to_builtins(parse(text, key), str_keys=True)
-    if isinstance(checks := value.get("health_checks"), dict):
-        checks.pop("network", None)  # an older version's check, which is the doctor's now
-    if "bad_nodes" in value:
-        value["bad_nodes"] = to_builtins(decode_bad_nodes(value["bad_nodes"]))
-    if isinstance(conf := value.get("rdzv_conf"), dict):
-        value["rdzv_conf"] = rdzv_values(conf, known_only=False)
-
-
 def decode_bad_nodes(value: object) -> BadNodeSettings:
     """The ``bad_nodes`` of a run.json; the default for another version's value."""
     try:
-        return parse_bad_nodes(value) if isinstance(value, str) else codec.from_json(BadNodeSettings, value)
-    except (codec.UnreadableRecordError, UsageError):
+        return codec.from_json(BadNodeSettings, value)
+    except codec.UnreadableRecordError:
         return BadNodeSettings()
-
-
-_PARSERS: Mapping[str, Callable[[str, str], Any]] = {
-    "redirects": parse_std_streams,
-    "tee": parse_std_streams,
-    "section_timeouts": parse_section_timeouts,
-    "hangs": parse_hangs,
-    "health_checks": parse_health_checks,
-    "health_check": parse_health_command,
-    "metrics": parse_metrics,
-}
 
 
 def new_run_id(name: str, *, now: float | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -36,40 +35,28 @@ GIB = 1 << 30
 
 # -- in run.json -------------------------------------------------------------------------------------------------------
 
-TRAVELLING: tuple[tuple[str, Any, Any], ...] = (
-    ("grow", "never", GrowPolicy.NEVER),
-    ("restart_policy", "in-process", RestartWith.IN_PROCESS),
-    ("requeue_with", "chain", RequeueChoice.CHAIN),
-    ("section_timeouts", "setup:900,step:auto", SectionTimeouts(seconds={"setup": 900.0}, learns_step=True)),
-    ("section_timeouts", "", SectionTimeouts()),
-    ("health_checks", "tmp=1K,clock=3", {Check.TMP: 1024.0, Check.CLOCK: 3.0}),
-    ("health_checks", "none", {}),
-    ("health_checks", "", dict(DEFAULT_LIMITS)),
-    ("health_checks", {"tmp": 5.0, "network": 90.0}, {Check.TMP: 5.0}),
-    ("health_check", "/a/b 'c d'", ("/a/b", "c d")),
-    ("health_check", "", ()),
-    ("metrics", "prometheus:/x/{host}.prom", MetricsTarget(path="/x/{host}.prom")),
-    ("metrics", "", None),
-    ("redirects", "3", StreamChoice(default=Std.ALL)),
-    ("tee", "0:3,12:1", StreamChoice(by_local_rank={0: Std.ALL, 12: Std.OUT})),
-    ("rdzv_conf", {"timeout": "900", "doorbell": "off"}, {"timeout": 900.0, "doorbell": False}),
-    ("bad_nodes", "off,hours=2,share=0.5", BadNodeSettings(scope=Scope.OFF, hours=2, share=0.5)),
-    ("bad_nodes", {"scope": "jobs", "hours": 2.0}, BadNodeSettings()),
-    ("bad_nodes", "a newer version's", BadNodeSettings()),
+TRAVELLING: tuple[tuple[str, Any], ...] = (
+    ("grow", GrowPolicy.NEVER),
+    ("restart_policy", RestartWith.IN_PROCESS),
+    ("requeue_with", RequeueChoice.CHAIN),
+    ("section_timeouts", SectionTimeouts(seconds={"setup": 900.0}, learns_step=True)),
+    ("health_checks", {Check.TMP: 1024.0, Check.CLOCK: 3.0}),
+    ("health_check", ("/a/b", "c d")),
+    ("metrics", MetricsTarget(path="/x/{host}.prom")),
+    ("metrics", None),
+    ("redirects", StreamChoice(default=Std.ALL)),
+    ("tee", StreamChoice(by_local_rank={0: Std.ALL, 12: Std.OUT})),
+    ("rdzv_conf", {"timeout": 900.0, "doorbell": False}),
+    ("bad_nodes", BadNodeSettings(scope=Scope.OFF, hours=2, share=0.5)),
 )
 
 
-@pytest.mark.parametrize(("field", "text", "value"), TRAVELLING)
-def test_a_value_travels_in_run_json_and_as_text_in_an_older_one(
-    tmp_path: Path, field: str, text: object, value: object
-) -> None:
+@pytest.mark.parametrize(("field", "value"), TRAVELLING)
+def test_a_value_travels_in_run_json(tmp_path: Path, field: str, value: object) -> None:
     entry = Entrypoint(kind=EntryKind.SCRIPT, target="t.py")
     spec = RunSpec(run_id="r", uid="u", name="n", created_ns=0, entrypoint=entry, cwd="/", **{field: value})  # type: ignore[arg-type]
     path = tmp_path / "run.json"
     spec.save(path)
-    assert load_run_spec(path) == spec
-    old = json.loads(path.read_text())
-    path.write_text(json.dumps({**old, "version": 1, field: text}))
     assert load_run_spec(path) == spec
 
 

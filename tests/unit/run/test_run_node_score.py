@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -141,6 +141,7 @@ def test_never_too_many_and_never_a_stranger(
 
 
 @given(evidences, st.integers(0, 80))
+@example([seen("n1", EvidenceKind.SLOW, ago=23.5), seen("n2", EvidenceKind.SLOW)], 1)
 def test_time_alone_only_ever_clears_a_node_of_what_broke_it(evidence: list[Evidence], hours: int) -> None:
     hard = [item for item in evidence if WEIGHTS[item.kind] >= BAD and item.at_ns <= NOW]
     now = {score.node: score.score for score in score_nodes(hard, now_ns=NOW)}
