@@ -96,7 +96,7 @@ class Block(Struct, frozen=True, kw_only=True):
     """One line in place of it all, where not everything is shown."""
     foot: str = ""
     evidence: WorkerFailure | None = None
-    """What it printed follows."""
+    """Its traceback follows."""
 
 
 def other_failures(part: RoundHistory, verdict: Verdict, *, is_counted: bool = False) -> Block | None:
@@ -151,7 +151,7 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks:
 
 
 def hung_ranks(part: RoundHistory) -> list[Block]:
-    """Where a hung round's ranks stood: main threads, other threads, last heartbeats; none where no stack is known."""
+    """The places of a hung round's ranks: main threads, other threads, last heartbeats; none without a stack."""
     stacks = wording.known_stacks(part)
     if not stacks:
         return []

@@ -67,7 +67,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 class Document:
-    """What a report says, on one attempt; None: the verdict is on the last failure, the end the last attempt's."""
+    """The report on one attempt; None: the verdict is on the last failure, the end the last attempt's."""
 
     def __init__(self, history: RunHistory, *, attempt: int | None = None) -> None:
         self.history = history

@@ -154,7 +154,7 @@ class Row(Struct):
     name: str
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    """By time."""
+    """Ascending in time."""
     parts: list[tuple[int, int]] = field(default_factory=list)
     """Attempt, number of its spans."""
     details: dict[str, None] = field(default_factory=dict)
