@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -76,6 +77,7 @@ class SlowRankWatch(Part):
         self._clock, self._files, self._notifier = site.clock, site.files, site.notifier
         self._uid, self._write_event = site.info.uid, site.events.write
         self._step = _Step.ASK
+        self._step_due = self._pace_due = 0.0
         self._workers: LocalWorkers | None = None
         self._record: RoundRecord | None = None
         self._waiting = 0
@@ -98,7 +100,9 @@ class SlowRankWatch(Part):
     def on_start(self, workers: LocalWorkers) -> None:
         self._workers, self._step, self._watched, self._pace = workers, _Step.ASK, Watched(), Pace()
         self._spent = {}
+        self._pace_due = self._clock.monotonic() + EVERY_SECONDS if workers.layout.group_rank == 0 else math.inf
         self._wait()
+        self.due = min(self._step_due, self._pace_due)
 
     def before_stop(self) -> None:
         if self._workers is not None:
@@ -131,17 +135,23 @@ class SlowRankWatch(Part):
             return
         if record is None or self.due is None or now < self.due:
             return
+        if now >= self._pace_due:
+            self._pace_due = now + EVERY_SECONDS
+            self._look_at_pace(agent, workers)
+        if now >= self._step_due:
+            self._take_step(workers, record, now)
+        self.due = min(self._step_due, self._pace_due)
+
+    def _take_step(self, workers: LocalWorkers, record: RoundRecord, now: float) -> None:
         is_judge = workers.layout.group_rank == 0
         if self._step is _Step.ASK:
-            if is_judge:
-                self._look_at_pace(agent, workers)
             workers.ask_for_arrivals()
-            self._step, self.due = _Step.WRITE, now + ANSWER_SECONDS
+            self._step, self._step_due = _Step.WRITE, now + ANSWER_SECONDS
         elif self._step is _Step.WRITE:
             self._files.post(partial(self._write, workers, record, self._look_at_sections(now)))
             self._step = _Step.JUDGE if is_judge else _Step.ASK
             if is_judge:
-                self.due = now + ANSWER_SECONDS
+                self._step_due = now + ANSWER_SECONDS
             else:
                 self._wait()
         else:
@@ -192,6 +202,8 @@ class SlowRankWatch(Part):
             self._slow_run = None
             logger.warning("the run is as fast as it was: a step takes %.3g s", pace.now)
             self._write_event(_slow_ended(workers, was_slow, now_ns))
+        if self._slow_run is not was_slow:
+            self._files.post(partial(self._save_now, workers))
 
     def _wait(self) -> None:
         """The next look is at a time that is the same on all nodes: what ranks did then is compared."""
@@ -200,7 +212,7 @@ class SlowRankWatch(Part):
         every = EVERY_SECONDS
         while every < least:
             every *= 2  # the times of a node that looks rarely are times of the others, too
-        self.due = self._clock.monotonic() + every - self._clock.time_ns() / 1e9 % every
+        self._step_due = self._clock.monotonic() + every - self._clock.time_ns() / 1e9 % every
 
     # -- in the files' thread ------------------------------------------------------------------------------------------
 
@@ -258,9 +270,14 @@ class SlowRankWatch(Part):
         for node in set(by_node(after.slow.values(), counts)) - set(by_node(before.slow.values(), counts)):
             if counts[node] > 1:
                 logger.warning("all ranks on %s are slow", self._names[node])
-        path, pace = self._folder / NOW, self._slow_run
-        if after.slow or pace is not None:
-            ranks = tuple(after.slow.values())
+        self._save_now(workers)
+
+    def _save_now(self, workers: LocalWorkers) -> None:
+        if self._workers is not workers:
+            return
+        path, ranks, pace = self._folder / NOW, tuple(self._watched.slow.values()), self._slow_run
+        if ranks or pace is not None:
+            now_ns = self._clock.time_ns()
             save_if_possible(path, SlowRanks(round=workers.round, written_ns=now_ns, ranks=ranks, pace=pace))
         else:
             path.unlink(missing_ok=True)

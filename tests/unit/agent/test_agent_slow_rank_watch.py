@@ -252,12 +252,14 @@ def test_a_filesystem_that_hangs_holds_no_restart(clock: FakeClock, tmp_path: Pa
     assert not node.watch.holds_join(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("world_size", "is_slow"), [(4, True), (8, False)])
+@pytest.mark.parametrize(("world_size", "is_slow", "answer"), [(4, True, 0.0), (4, True, 0.4), (8, False, 0.0)])
 def test_a_run_that_is_slower_than_its_best_hour_is_reported(
-    clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture, world_size: int, is_slow: bool
+    clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture, world_size: int, is_slow: bool, answer: float
 ) -> None:
+    """As soon where an answer takes its rank so long that workers are asked rarely."""
     codec.save(tmp_path / "pace.json", BestPace(world_size=world_size, step=1.0))
     node = Node(clock, tmp_path / "slow", 0, None)
+    node.watch._seconds = answer
 
     def train(minutes: int, step: float) -> None:
         for _ in range(2 * minutes):
