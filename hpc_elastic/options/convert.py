@@ -34,7 +34,7 @@ from hpc_elastic.options.script_variables import (
     Variables,
     units_of,
 )
-from hpc_elastic.options.shell_text import Block, ShellCommand, expanded_names, parse_script, plain
+from hpc_elastic.options.shell_text import ShellBlock, ShellCommand, expanded_names, parse_script, plain
 from hpc_elastic.options.table import Option
 
 
@@ -97,7 +97,7 @@ class _Converter:
         self._lines: list[ConvertedLine] = []
         self._launch = LaunchLine()
         self._start: ShellCommand | None = None
-        self._loops: list[Block] = []
+        self._loops: list[ShellBlock] = []
         self._setup_at = 0
         self._inlined: set[str] = set()
         """Variables whose text is in the command."""
@@ -263,7 +263,7 @@ class _Converter:
         for block in self._start.blocks:
             self._around(block)
 
-    def _around(self, block: Block) -> None:
+    def _around(self, block: ShellBlock) -> None:
         """A block in which the workers are started."""
         launch = self._launch
         names = set(re.findall(r"^for\s+(?:\(\(\s*)?(\w+)", block.head))

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from hpc_elastic.options.shell_text import (
     ASSIGNMENT,
-    Block,
+    ShellBlock,
     ShellCommand,
     ShellScript,
     expanded_names,
@@ -53,7 +53,7 @@ class Unit(Struct, eq=False):
     number: int
     text: str
     commands: list[ShellCommand]
-    block: Block | None = None
+    block: ShellBlock | None = None
 
     @property
     def defines(self) -> set[str]:
@@ -99,7 +99,7 @@ def assignments(command: ShellCommand) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in found if match] if all(found) else []
 
 
-def units_of(script: ShellScript, around: Sequence[Block]) -> list[Unit]:
+def units_of(script: ShellScript, around: Sequence[ShellBlock]) -> list[Unit]:
     """The commands, with those of one block together but for the blocks `around` the launch."""
     units: list[Unit] = []
     for command in script.commands:

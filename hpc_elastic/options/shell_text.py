@@ -23,7 +23,7 @@ _CLOSES = ("fi", "done", "esac", "}")
 _LEADS = ("then", "else", "do", "!", "elif")
 
 
-class Block(Struct, eq=False):
+class ShellBlock(Struct, eq=False):
     """A compound command: a loop, a condition, a function."""
 
     head: str
@@ -42,7 +42,7 @@ class ShellCommand(Struct, eq=False):
     """Ends it: ``|``, ``&&``, ``;`` or a line break."""
     document: str | None = None
     """The text of its here-document."""
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[ShellBlock, ...] = ()
 
 
 class ShellScript(Struct):
@@ -105,7 +105,7 @@ class _Parser:
         self._command: ShellCommand | None = None
         self._begin = 0
         self._end = 0
-        self._blocks: list[Block] = []
+        self._blocks: list[ShellBlock] = []
         self._function = ""
         self._documents: list[tuple[ShellCommand, str]] = []
 
@@ -190,7 +190,7 @@ class _Parser:
         if len(command.words) == 1 and word == "{":
             head = f"{self._function}() {{" if self._function else word
             self._function = ""
-            self._blocks.append(Block(head=head, number=command.number, begin=begin))
+            self._blocks.append(ShellBlock(head=head, number=command.number, begin=begin))
             self._command = None
         elif command.words[0] == "case" and word == "in" and len(command.words) == 3:
             self._finish("\n")
@@ -223,7 +223,7 @@ class _Parser:
         command.text = self._text[self._begin : self._end]
         command.separator = separator
         if command.words and command.words[0] in _OPENS:
-            self._blocks.append(Block(head=command.text, number=command.number, begin=self._begin))
+            self._blocks.append(ShellBlock(head=command.text, number=command.number, begin=self._begin))
             command.blocks = tuple(self._blocks)
         self._script.commands.append(command)
 
