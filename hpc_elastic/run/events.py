@@ -18,7 +18,7 @@ from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import json_text, make_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run.agent_events import CheckpointCommitted, EventsDropped, HangFound, WorkerFailed
+from hpc_elastic.run.agent_events import AgentStarted, CheckpointCommitted, EventsDropped, HangFound, WorkerFailed
 from hpc_elastic.run.event_types import RunEvent
 
 SCHEMA_VERSION = 1
@@ -26,8 +26,8 @@ _KEPT_WHEN_DISK_IS_FULL = 1000
 _OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a filesystem that can't sync."""
-_AT_ONCE = (CheckpointCommitted, HangFound, WorkerFailed)
-"""Others act on these, or their writer may be about to die."""
+_AT_ONCE = (AgentStarted, CheckpointCommitted, HangFound, WorkerFailed)
+"""Others act on these, their writer may be about to die, or it shows that an agent that was killed soon has run."""
 
 
 class EventLog:

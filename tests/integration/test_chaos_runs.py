@@ -22,13 +22,13 @@ from tests.rigs.requirements import require
 LONG_SECONDS = 180.0
 IN_CI = [
     ChaosRun(seed=388, place="nfs", nodes=4, bursts=3),
+    ChaosRun(seed=357, place="nfs-coarse", nodes=3, bursts=2, doorbell=False),
     ChaosRun(seed=342, place="disk", nodes=5, bursts=4),
     ChaosRun(seed=67, place="nfs-ahead", nodes=16, min_nodes=4, bursts=2, handlers=True),
+    ChaosRun(seed=358, place="glusterfs", nodes=32, min_nodes=8, bursts=2, handlers=True, ttl=6.0),
     ChaosRun(seed=358, place="sshfs", nodes=3, bursts=1),
 ]
 LONG = [
-    ChaosRun(seed=357, place="nfs-coarse", nodes=3, bursts=2, doorbell=False),
-    ChaosRun(seed=358, place="glusterfs", nodes=32, min_nodes=8, bursts=2, handlers=True, ttl=6.0),
     *[ChaosRun(seed=0, place=place, nodes=4, bursts=8) for place in sorted(PLACES)],
     *[ChaosRun(seed=0, place=place, nodes=2, min_nodes=1, bursts=8) for place in ("nfs", "disk")],
     *[ChaosRun(seed=0, place=place, nodes=4, bursts=6, doorbell=False) for place in ("nfs", "nfs-coarse")],

@@ -76,8 +76,10 @@ class Step:
         return found
 
     def code(self) -> CodeType:
-        """The function's. Raises as `find`."""
+        """The function's; of a class, that it is made. Raises as `find`."""
         found = self.find()
+        if isinstance(found, type):
+            found = found.__init__  # type: ignore[misc]
         if isinstance(found, property):
             found = found.fget
         if isinstance(found, staticmethod | classmethod):
