@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     from hpc_elastic.base.clock import Clock  # it needs msgspec, and the in-process wrapper runs without
 
 T = TypeVar("T")
+_LONGEST_MS = 2**31 - 1
+"""Poll takes a C int: 24.8 days. The end of a job without a time limit is later."""
 
 
 def wait_readable(watched: Iterable[FileDescriptorLike], seconds: float) -> set[int]:
     """Wait until a descriptor is readable, has ended or is broken, or the time (rounded up to milliseconds) has passed.
 
     Not `select.select`: it takes no descriptor beyond 1023, and an agent of 200 workers has more. One whose number is
-    negative is never readable; infinite seconds have no end. Returns the ready descriptors' numbers.
+    negative is never readable; infinite seconds have no end, others end after 24 days. Returns the ready descriptors'
+    numbers.
     """
     poller = select.poll()
     for one in watched:
         if (fd := one if isinstance(one, int) else one.fileno()) >= 0:
             poller.register(fd, select.POLLIN)
-    return {fd for fd, _ in poller.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1000)))}
+    wait = None if seconds == math.inf else min(max(0, math.ceil(seconds * 1000)), _LONGEST_MS)
+    return {fd for fd, _ in poller.poll(wait)}
 
 
 def seconds_until(dues: Iterable[float | None], clock: Clock, *, most: float = math.inf) -> float:

@@ -20,6 +20,7 @@ def test_says_which_can_be_read() -> None:
         b.send(b"x")
         assert wait_readable([a, b], 10) == {a.fileno()}
         assert wait_readable([a.fileno()], 10) == {a.fileno()}
+        assert wait_readable([a], 365 * 86400.0) == {a.fileno()}, "the end of a job without a time limit"
 
 
 def test_an_end_is_something_to_read() -> None:
