@@ -13,6 +13,7 @@ from pathlib import Path
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.rendezvous.run_folder import safe_name
 from hpc_elastic.run.attempt import load_result
+from hpc_elastic.run.option_values import rdzv_values
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.guardian import GUARDIAN_NAME
@@ -131,7 +132,7 @@ class AgentCluster(Cluster):
             max_requeues=0,
             max_same_failures=0,
             shutdown_timeout=5.0,
-            rdzv_conf=self._conf(),
+            rdzv_conf=rdzv_values(self._conf()),
         )
         runs = [self._place.path(node) / "runs" for node in range(self._plan.nodes)]
         paths = create_run(spec, runs[0]).paths
