@@ -373,11 +373,12 @@ def torch_available(python: str) -> bool:
 
         spec = importlib.util.find_spec("torch")
         return spec is not None and spec.origin is not None
-    from hpc_elastic.base.self_command import source_command
+    from hpc_elastic.base.self_command import source_command, source_environment
 
     try:
         done = subprocess.run(
             source_command(found, _FIND_TORCH),
+            env=source_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,16 +1,21 @@
 """Commands by which one process of ours starts another Python: never with the working directory first on its path.
 
 ``python -c`` and ``python -m`` put it there, and a ``json.py`` that lies in it would be imported in place of Python's.
-A test finds other ways of starting one.
+From Python 3.13 on ``-c`` imports ``linecache`` before the first statement of its text. A test finds other ways of
+starting one.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import hpc_elastic
+
+_SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 def own_command(*arguments: str) -> list[str]:
@@ -21,8 +26,9 @@ def own_command(*arguments: str) -> list[str]:
 def module_command(module: str, function: str) -> list[str]:
     """The same for a function of one of this package's modules, which takes no arguments."""
     parent = str(Path(hpc_elastic.__file__).resolve().parent.parent)
-    boot = f"import sys; sys.path[0] = {parent!r}; from {module} import {function}; {function}()"
-    return [sys.executable, "-c", boot]
+    path = f"[{parent!r}, *filter(None, sys.path)]"
+    boot = f"import sys; sys.path[:] = {path}; from {module} import {function}; {function}()"
+    return [sys.executable, *_SAFE_PATH, "-c", boot]
 
 
 def worker_arguments(module: str) -> tuple[str, ...]:
@@ -35,18 +41,26 @@ def worker_arguments(module: str) -> tuple[str, ...]:
 
 
 def source_command(python: str, source: str) -> list[str]:
-    """The argument list that runs a text in any interpreter, from Python 3.6 on.
+    """The argument list that runs a text in any interpreter, from Python 3.6 on, with `source_environment`.
 
     Not by ``-P``, which came with 3.11, nor by ``-I``, which leaves out PYTHONPATH and the user's own packages.
     """
     return [python, "-c", f"import sys; sys.path[:] = filter(None, sys.path)\n{source}"]
 
 
+def source_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    return {**environ, "PYTHONSAFEPATH": "1"}
+
+
 def ask_interpreter(python: str, source: str, *, seconds: float) -> str | None:
     """What a text prints in any interpreter; None: it does not start, or does not answer."""
     try:
         done = subprocess.run(
-            source_command(python, source), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds
+            source_command(python, source),
+            env=source_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -17,7 +17,7 @@ from msgspec import Struct
 from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, judge_gpus, own_gpus
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.agent.worker_environment import enter_container
-from hpc_elastic.base.self_command import module_command, source_command
+from hpc_elastic.base.self_command import module_command, source_command, source_environment
 from hpc_elastic.base.text import clean_line, first_of
 from hpc_elastic.doctor.findings import DoctorFinding, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.doctor.probe_site import ProbeSite
@@ -83,10 +83,10 @@ def look_at_python(
     """
     if container is not None and container.image.runtime is Runtime.PYXIS:
         return None
-    argv, environ = source_command(python, _LOOK), dict(env)
+    argv, environ = source_command(python, _LOOK), source_environment(env)
     if container is not None:
         has_nvidia = os.path.exists("/dev/nvidiactl")
-        argv, environ = enter_container(container, argv, env, local_rank=0, cwd=cwd, has_nvidia=has_nvidia)
+        argv, environ = enter_container(container, argv, environ, local_rank=0, cwd=cwd, has_nvidia=has_nvidia)
     try:
         done = subprocess.run(argv, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit)
     except subprocess.TimeoutExpired:

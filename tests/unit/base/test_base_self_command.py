@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 import hpc_elastic
-from hpc_elastic.base.self_command import module_command, own_command, source_command, worker_arguments
+from hpc_elastic.base.self_command import (
+    module_command,
+    own_command,
+    source_command,
+    source_environment,
+    worker_arguments,
+)
 
 PACKAGE = Path(hpc_elastic.__file__).parent
+WORKER = "hpc_elastic.base.text"
 PASSED_OVER = ("options/",)
 """Reads command lines of users."""
 SHELLS = re.compile(r"'(/bin/)?(ba)?sh'|_BASH if .*")
@@ -79,16 +86,32 @@ _SAYS_PATH = "import json, sys; sys.stdout.write(json.__file__)"
         [*own_command("--version")],
         [*module_command("hpc_elastic.agent.health_gpu", "main")],
         [*source_command(sys.executable, _SAYS_PATH)],
-        [sys.executable, *worker_arguments("hpc_elastic.base.text")],
+        [sys.executable, *worker_arguments(WORKER)],
     ],
 )
 def test_modules_of_the_working_directory_are_not_imported(argv: list[str], tmp_path: Path) -> None:
-    names = (
-        "json os re sys types signal socket pathlib msgspec hpc_elastic importlib subprocess torch traceback linecache"
-    )
-    for name in names.split():
+    names = [
+        "json",
+        "os",
+        "re",
+        "sys",
+        "types",
+        "signal",
+        "socket",
+        "pathlib",
+        "msgspec",
+        "hpc_elastic",
+        "importlib",
+        "subprocess",
+        "torch",
+        "traceback",
+    ]
+    if WORKER not in argv or sys.version_info < (3, 13):  # its `-c` imports it before all, and not all know `-P`
+        names.append("linecache")
+    for name in names:
         (tmp_path / f"{name}.py").write_text("open('attacked', 'w')")
-    subprocess.run(argv, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    environ = source_environment() if argv[-1].endswith(_SAYS_PATH) else None
+    subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, timeout=60, check=False)
     assert not (tmp_path / "attacked").exists()
 
 
