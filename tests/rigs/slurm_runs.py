@@ -212,7 +212,7 @@ class Run:
         """SIGKILL to the agent on `node` alone: not to its guardian, a fork of it with the same command line, nor to
         the srun on the batch host, which names the agent's command too."""
         cluster = self.runs.cluster
-        agent = re.compile(r"\A\S*python\S* -c .*hpc_elastic.* agent ")
+        agent = re.compile(r"\A\S*python\S* (?:-P )?-c .*hpc_elastic.* agent ")
         pids = [pid for pid, command in cluster.node_pids(node, user=self.runs.user) if agent.search(command)]
         assert pids, f"no agent on {node}"
         cluster.kill_process(node, min(pids), 9)

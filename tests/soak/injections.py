@@ -139,7 +139,7 @@ class RunInjector:
         return self.cluster.node_pids(node, user=self.run.runs.user)
 
     def _agents(self, node: str) -> list[int]:
-        found = re.compile(r"\A\S*python\S* -c .*hpc_elastic.* agent ")
+        found = re.compile(r"\A\S*python\S* (?:-P )?-c .*hpc_elastic.* agent ")
         return [pid for pid, line in self._of_user(node) if found.search(line)]
 
     def workers(self, node: str) -> list[int]:
