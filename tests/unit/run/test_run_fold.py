@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -205,6 +206,8 @@ def _killed_at(monkeypatch: pytest.MonkeyPatch, step: int, paths: RunPaths) -> b
     with monkeypatch.context() as patch:
         for name in ("unlink", "rmdir", "replace", "fsync"):
             patch.setattr(os, name, until_killed(getattr(os, name)))
+        for name in ("unlink", "rmdir") if sys.version_info < (3, 11) else ():  # pathlib has its own of these
+            patch.setattr(Path, name, until_killed(getattr(Path, name)))
         try:
             fold(paths)
         except _KilledError:
