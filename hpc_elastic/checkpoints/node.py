@@ -267,6 +267,7 @@ class NodeCheckpoints:
                 for target in self._targets(prefix):
                     if target.attempt <= self.place.attempt:  # else a later attempt has taken the run over
                         remove(self.shared / target.target(self._spec.uid, prefix=prefix))
+            finish_removals(self.shared)  # what another node still wrote into as it was removed
 
     def report_left(self, why: str) -> None:
         """The run ends: say which checkpoint is lost with it."""

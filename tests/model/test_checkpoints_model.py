@@ -364,6 +364,7 @@ def test_the_end_of_an_attempt_leaves_the_copies_of_a_later_one(tmp_path: Path) 
     for attempt in (0, 1):
         (world.shared / f".step-9.{UID[:8]}.{attempt}.0.2").mkdir()
         (world.shared / f".replica-9.{UID[:8]}.{attempt}.0.2").mkdir()
+    (world.shared / f".gone-.step-8.{UID[:8]}.0.0.2").mkdir()  # another node wrote there as it was being removed
     for node in world.nodes:
         node.finish()
     assert {saving.attempt for saving in targets_in(world.shared, UID)} == {1}
