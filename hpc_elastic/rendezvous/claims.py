@@ -17,6 +17,7 @@ from hpc_elastic.store.base import Store
 
 C = TypeVar("C", bound=Struct)
 
+_ROUNDS = "round/"
 GONE = "gone"
 BYE = "bye"
 MOST_MESSAGE = 300
@@ -65,7 +66,7 @@ Claims = Mapping[str, Sequence[str]]
 
 
 def claim_folder(round_index: int) -> str:
-    return f"round/{round_index:06d}"
+    return f"{_ROUNDS}{round_index:06d}"
 
 
 def claim_key(round_index: int, kind: ClaimKind, uid: str, *, serial: str = "") -> str:
@@ -243,7 +244,7 @@ class OwnClaims:
         self._add(round_index, kind, replace(failure, message=failure.message[:MOST_MESSAGE]))
 
     def _remember(self, key: str) -> None:
-        if key.startswith("round/"):
+        if key.startswith(_ROUNDS):
             self.made.append(key)
 
     def _write_later(self, key: str, value: str) -> None:
