@@ -1,7 +1,4 @@
-"""The changes that would make a run's failures cost less, each with the numbers that it comes from: pure.
-
-An advice is given where enough was seen (failures, checkpoints, restarts), and where the cost is worth a line.
-"""
+"""The changes that would make a run's failures cost less, each with the numbers that it comes from: pure."""
 
 from __future__ import annotations
 
@@ -42,8 +39,6 @@ _PARTS = {
 
 
 class MeasuredCosts(Struct, frozen=True, kw_only=True):
-    """One run's. None: not known, or too little was seen."""
-
     nodes: int
     failures: int
     began_on: tuple[tuple[str, int], ...] = ()
@@ -57,7 +52,6 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     """Seconds of steps from one to the next: those that were kept, which a failure's lost ones do not lengthen."""
     lost_seconds: float = 0.0
     restarts: int = 0
-    """Those within a job."""
     restart_seconds: float | None = None
     """One's, with finding a hang; None also where steps are not known."""
     restart_parts: tuple[RestartPart, ...] = ()
@@ -65,12 +59,11 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     time_limits: int = 0
     """How often it went on in another job because of a time limit."""
     time_limit_seconds: float = 0.0
-    """Their cost: with queue, start, and steps that were done again."""
+    """With queue, start, and steps that were done again."""
     longest_step: float | None = None
     """Seconds between two heartbeats."""
     step_timeout: float | None = None
     could_fork: bool = True
-    """Both as in `RunHistory`."""
 
 
 def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:

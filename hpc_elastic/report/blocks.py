@@ -1,8 +1,4 @@
-"""Blocks of the document: parts of the report that are lists, as values that a layout may shorten.
-
-Failures are folded by their kind, rounds that ended in the same way are recognised; how many of them are shown, and how
-wide, is the layout's.
-"""
+"""Blocks of the document: parts of the report that are lists, as values that a layout may shorten."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ _Key = tuple[str, str, int]
 
 
 class SimilarFailures(Struct, frozen=True, kw_only=True):
-    """Failures whose words differ in numbers, addresses and paths at most."""
-
     members: tuple[WorkerFailure, ...]
 
     @property
@@ -54,10 +48,7 @@ class Fold(SimilarFailures, frozen=True, kw_only=True):
 
 
 def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS) -> tuple[Fold, ...]:
-    """Group failures by their kind; groups and their members by time, then rank.
-
-    Which ranks are in which group does not depend on which was first.
-    """
+    """Groups and their members are ordered by time, then rank; which was first does not change a group."""
     groups: dict[_Key, dict[_Key, list[WorkerFailure]]] = {}
     members: dict[_Key, list[WorkerFailure]] = {}
     for failure in sorted(failures, key=lambda f: (clocks.of_failure(f).at_ns, f.global_rank)):
@@ -96,7 +87,6 @@ class Block(Struct, frozen=True, kw_only=True):
     """One line in place of it all, where not everything is shown."""
     foot: str = ""
     evidence: WorkerFailure | None = None
-    """Its traceback follows."""
 
 
 def other_failures(part: RoundHistory, verdict: Verdict, *, is_counted: bool = False) -> Block | None:
@@ -203,7 +193,6 @@ class RoundEntry(Struct, frozen=True, kw_only=True):
     since_ns: int | None
     """It goes on since then."""
     failure: str
-    """The cause; empty: nothing broke it."""
     alike: str
     """Equal for rounds that ended in the same way; empty: this one is like no other."""
 
@@ -215,7 +204,6 @@ class AttemptEntry(Struct, frozen=True, kw_only=True):
 
 
 def round_entry(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> RoundEntry:
-    """How a round ended, in one line."""
     verdict = verdict_of(part)
     size = wording.describe_size(part)
     alike = failure = ""

@@ -36,7 +36,7 @@ _SOME = 16
 _SET_NS = 1_000_000_000
 """A wall clock that differs by more from one attempt to the next was set; below that it was slewed."""
 _STEP_NS = 1_000_000
-"""A wall clock whose distance to the time since the boot changed by more was set in between."""
+"""A wall clock that was set jumps by more in its distance to the time since the boot."""
 
 
 class HostOffset(Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class HostOffset(Struct, frozen=True, kw_only=True):
 
 
 class _Hop(Struct, frozen=True):
-    """The next node on the way to the reference, measured now and then: ascending in the near node's time."""
+    """`at_ns`: ascending, by the near node's clock."""
 
     to: int
     at_ns: tuple[int, ...]
@@ -66,12 +66,9 @@ class _Hop(Struct, frozen=True):
 
 
 class Clocks(Struct, frozen=True, kw_only=True):
-    """One attempt's. Empty: nothing was measured."""
-
     reference: int | None = None
     host: str = ""
     contradicted: tuple[int, ...] = ()
-    """Nodes of which two measurements can't both be true: what they say is not used."""
     offsets: Mapping[int, HostOffset] = field(default_factory=dict)
     """How far each node's wall clock is ahead of the reference's, as last measured; without the reference itself."""
     _hops: Mapping[int, _Hop] = field(default_factory=dict)
@@ -83,16 +80,11 @@ class Clocks(Struct, frozen=True, kw_only=True):
     """The reference's time since the boot plus this is the axis; None: its own wall clock's distance to it."""
     _supervisor: int | None = None
     _views: tuple[Clocks, ...] = ()
-    """The same from each coordinator, where there were several."""
     _found: dict[tuple[int | None, int, int], Moment] = field(default_factory=dict)
     """The cache of `moment`: each failure's is asked for several times."""
 
     def around(self, moments: Sequence[tuple[int, int]]) -> Clocks:
-        """The same with that coordinator's clock as the reference against which some moments are known best.
-
-        Each round has its own: measurements against an earlier coordinator have grown old. A moment is a node and its
-        time since its boot.
-        """
+        """The view that knows these moments (node, time since its boot) best: older measurements have grown old."""
         some = moments[:_SOME]
         return min(self._views, key=lambda view: sum(view._doubt(*moment) for moment in some), default=self)
 
@@ -141,7 +133,6 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return Moment(at + ahead, bound, node, own, True)
 
     def _from_wall(self, node: int, wall_ns: int) -> tuple[int, int]:
-        """The time since the boot, and its bound: the clock may have been set between two samples."""
         walls = self._walls.get(node, ())
         if not walls:
             return wall_ns, 1 << 62

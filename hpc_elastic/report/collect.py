@@ -1,8 +1,4 @@
-"""Read a run directory into a `RunHistory`. Any file may be missing, torn, newer or foreign; reads are bounded.
-
-The events come first. Of a round's many failures that are alike, the error files of some are read: those stand for the
-others.
-"""
+"""Read a run directory into a `RunHistory`. Any file may be missing, torn, newer or foreign; reads are bounded."""
 
 from __future__ import annotations
 
@@ -44,7 +40,6 @@ _MISSING = "error.json is missing: this is what its agent's event says"
 
 
 def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container[int] = ()) -> None:
-    """Complete the failures that events report, and add those that no event reports; those of `ranks` in any case."""
     texts: dict[str, str] = {}
     reasons: dict[str, str] = {}
     clocks = builder.clocks.build()
@@ -115,7 +110,7 @@ class _RoundReader:
                 self._read(rank)
 
     def _read_some(self, order: Sequence[WorkerFailure]) -> WorkerFailure | None:
-        """Read until there are enough. Returns the first; None where there are not as many: all have been tried."""
+        """Returns the first; None where there are not as many: all have been tried."""
         found: list[WorkerFailure] = []
         for reported in order:
             failure = self._part.failures.get(reported.global_rank) or self._read(reported.global_rank)
@@ -151,7 +146,6 @@ class _RoundReader:
 
 
 def _reason(reported: WorkerFailure, known: dict[str, str]) -> str:
-    """A symptom's reason by the message in its event; `known`: by fingerprint."""
     if reported.failure_class is not FailureClass.SYMPTOM:
         return ""
     key = reported.fingerprint or reported.message
@@ -247,7 +241,6 @@ def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[
 
 
 def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> AttemptHistory:
-    """Read one attempt's folder; `ranks` as in `collect_run`."""
     history = AttemptHistory(number=paths.number)
     builder = AttemptBuilder(history)
     info = read_json(paths.attempt_json, limit=_JSON_LIMIT)

@@ -54,11 +54,9 @@ class AttemptBuilder(Struct):
     unstarted: dict[str, str] = field(default_factory=dict)
     given_up: dict[int, GivenUpNode] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
-    """Node → the option that its agent could not follow."""
     not_committed: tuple[int, of_agent.CheckpointNotCommitted | None] = (0, None)
     """With its time, the last one's."""
     missing: set[int] = field(default_factory=set)
-    """Nodes that the others did not wait for any longer."""
     closed: of_coordinator.RunClosed = field(default_factory=lambda: of_coordinator.RunClosed(round=-1, outcome=""))
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
@@ -67,7 +65,6 @@ class AttemptBuilder(Struct):
     cut_short: dict[int, list[int]] = field(default_factory=dict)
     """Node with bad ends → rounds of which it reported no end, though it was there again later."""
     has_result: bool = False
-    """Its end is known by result.json, and not by the events."""
     is_supervised: bool = False
 
     def round(self, index: int) -> RoundBuilder:

@@ -46,7 +46,6 @@ class EventCoverage(Struct):
 
     heard: set[int] = field(default_factory=set)
     missing: dict[int, int] = field(default_factory=dict)
-    """Node → how many lines of its files are missing."""
     _unsure: dict[int, set[int]] = field(default_factory=dict)
     _next: int = 0
     _is_whole: bool = True
@@ -118,7 +117,6 @@ class RoundBuilder(Struct):
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     frozen_reason: str = ""
-    """Why it could begin: what was decided about the failures of the round before."""
     chosen: tuple[int, ...] = ()
     """Its members, as the coordinator reports them: an agent that is killed soon loses its own event of it."""
     explained: tuple[int, ...] = ()
@@ -232,8 +230,7 @@ class RoundBuilder(Struct):
         )
 
     def _reached(self, what: str, node: int, when: int) -> NodeTimes:
-        """The first of them counts: workers_stopped comes after workers_succeeded, too, and a round may become final
-        again for an agent that died in it and came back."""
+        """The first counts: a round may become final again for an agent that died in it and came back."""
         times = self.times.get(node)
         if times is None:
             times = self.times[node] = NodeTimes(self.history.index, node)
@@ -271,7 +268,6 @@ class RoundBuilder(Struct):
 
 
 def _stack_groups(found: dict[tuple[str, str, tuple[str, ...]], list[int]]) -> tuple[StackGroup, ...]:
-    """The rarest first."""
     return tuple(
         StackGroup(ranks=tuple(sorted(ranks)), stack=stack, name=name, state=state)
         for (name, state, stack), ranks in sorted(found.items(), key=lambda item: (len(item[1]), min(item[1])))

@@ -1,8 +1,4 @@
-"""The report as a document: what it says, in its order, before it is laid out.
-
-`render_text` and `render_html` are layouts of it; report.json has its sentences beside the history's values. Sentences
-come from `wording`, the verdict from `verdict`.
-"""
+"""The report as a document: what it says, in its order, before it is laid out."""
 
 from __future__ import annotations
 
@@ -46,8 +42,6 @@ _MOST_SUSPECTS = 3
 
 
 class Fact(NamedTuple):
-    """One line of a list of fields."""
-
     name: str
     """Empty: goes on with the field before it."""
     text: str
@@ -74,7 +68,6 @@ class Document:
         self.subject = subject = choose_subject(history, attempt=attempt)
         numbered = [part for part in history.attempts if attempt is None or part.number == attempt]
         self.shown = shown = numbered[-1] if numbered else None
-        """The attempt whose end the report states."""
         self.status = wording.describe_status(history, shown)
         is_ended_well = not history.never_began if shown is None else shown.outcome in ("", "succeeded")
         self.is_fine = subject.verdict.cause is Cause.NONE and is_ended_well
@@ -82,7 +75,6 @@ class Document:
         self.survived = _survived(failure_count(history, attempt=attempt)) if succeeded else ""
         self.finding = _nothing_failed(history, numbered) if self.is_fine else _find(history, subject, shown)
         self.agents = () if self.is_fine else _bad_agents(subject, shown)
-        """The agents that ended otherwise than well, where no worker failed."""
         self.done = tuple(_done(subject, shown))
         """The recovery: what was decided, and what came of it."""
         self.notes = tuple(_notes(history, subject, shown))
@@ -105,7 +97,6 @@ class Document:
 
     @property
     def bad_nodes(self) -> list[tuple[NodeScore, bool]]:
-        """Each with whether later attempts do without it."""
         return [(score, score.node in self.history.excluded) for score in self.history.bad_nodes]
 
     def others(self, *, is_counted: bool = False) -> Block | None:

@@ -1,8 +1,4 @@
-"""One readable line for each event: what happened, where, and why. Pure.
-
-An event that this version does not know, or can't read, is shown with its fields. Where an event has a `reason`, that
-is put behind the sentence.
-"""
+"""One readable line for each event: what happened, where, and why. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ _LONGEST_VALUE = 200
 
 
 def describe_event(line: EventLine) -> str:
-    """Describe it with its reason in one line without control characters."""
     text, fields = _sentence(line.event, line), line.value
     if not text:
         left = {key: value for key, value in fields.items() if key not in (*_HEAD, "reason")}
@@ -235,4 +230,3 @@ _OF_NODE: Mapping[type[RunEvent], Callable[[Any, str], str]] = {
         f"the network link to {name} was lost for {e.seconds:.0f} s{_to_the_end(e.over)}"
     ),
 }
-"""Each with the name of the node that it is about."""

@@ -27,8 +27,6 @@ STEPS_GO_BACK = "the steps that were reported go back without a restart"
 
 
 class RestartPart(Struct, frozen=True, kw_only=True):
-    """One part of a restart within a job."""
-
     name: str
     """``stop``, ``meet``, ``start``, and where steps are known ``first step``."""
     seconds: float
@@ -45,14 +43,12 @@ class Cost(Struct, frozen=True, kw_only=True):
     queued: float = 0.0
     """Seconds of it between two attempts."""
     recomputed: float = 0.0
-    """Seconds of it in which steps were done that had to be done again."""
     recovered: bool = True
     """A step was done after it, before the next interruption; where steps are not known, all processes were up."""
     is_failure: bool = True
     """False: the membership changed."""
     host: str = ""
     parts: tuple[RestartPart, ...] = ()
-    """A restart within a job has them."""
 
 
 class Goodput(Struct, frozen=True, kw_only=True):
@@ -81,7 +77,6 @@ class Goodput(Struct, frozen=True, kw_only=True):
     hanging: float = 0.0
     """The time from the last step until a hang was found."""
     checkpointing: float = 0.0
-    """Section ``checkpoint``."""
     checkpoints: int = 0
     """Complete ones."""
     until_ns: int | None = None
@@ -174,8 +169,6 @@ def goodput_of(history: RunHistory, placed: Sequence[PlacedAttempt] | None = Non
 
 
 class _Account:
-    """Goes through the rounds in which workers ran, and books each second once."""
-
     def __init__(self, history: RunHistory, attempts: Sequence[PlacedAttempt], rounds: Sequence[RoundTimes]) -> None:
         self._history = history
         self._gaps = [(before.end_ns, max(before.end_ns, after.start_ns)) for before, after in pairwise(attempts)]

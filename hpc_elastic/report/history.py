@@ -31,10 +31,8 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
     seen_ns: int
     """When the coordinator took it out, by the coordinator's clock."""
     age: float = 0.0
-    """Seconds for which the coordinator had seen no heartbeat by then."""
     detail: str = ""
     agent_only: bool = False
-    """Its agent died and was started again: the node itself was well."""
     left: str = ""
     """Why its agent took it out; then `seen_ns` is by that node's own clock. Empty: it did not."""
     broke: str = ""
@@ -65,7 +63,6 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
 
     @property
     def gone_ns(self) -> int:
-        """The last heartbeat."""
         return self.seen_ns - int(self.age * 1e9)
 
 
@@ -79,8 +76,6 @@ class RoundNode(NamedTuple):
 
 
 class Replacement(Struct, frozen=True, kw_only=True):
-    """A spare that took a gone node's place when a round began."""
-
     node: int
     host: str
     replaces_node: int
@@ -102,8 +97,6 @@ class NodeTimes(Struct, gc=False):
 
 
 class AgentTimes(Struct):
-    """Beginnings and ends of the agents on one node, ascending: it may have been started several times."""
-
     node: int
     host: str
     started_ns: list[int] = field(default_factory=list)
@@ -128,8 +121,6 @@ class WorkerEnd(NamedTuple):
 
 
 class RankStatus(Struct, frozen=True, kw_only=True):
-    """A worker's last heartbeat, as its node reported it."""
-
     rank: int
     node: int
     step: int | None
@@ -175,7 +166,6 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     started_ns: int | None = None
     """First ``round_final`` of its nodes, by that node's clock."""
     seconds: float | None = None
-    """The longest of its nodes from ``round_final`` to the workers' end; None where no node reported both."""
     world_size: int | None = None
     nodes: tuple[RoundNode, ...] = ()
     replaced: tuple[Replacement, ...] = ()
@@ -185,9 +175,7 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     """(host whose workers were started fresh though there is a fork server, why)."""
     failures: tuple[WorkerFailure, ...] = ()
     ends: tuple[WorkerEnd, ...] = ()
-    """The workers of a broken round that ended otherwise than by the agent's signal, by rank. A rank that is missing
-    was ended by it, or its agent reported no end.
-    """
+    """By rank, of a broken round: those that ended otherwise than by the agent's signal."""
     lost_nodes: tuple[NodeLoss, ...] = ()
     own_failures: tuple[NodeLoss, ...] = ()
     """Failures of this package's own (`NodeLoss.broke`); no node was lost by them."""
@@ -197,7 +185,6 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     progress: dict[int, Progress] = field(default_factory=dict)
     """Node → its agent's last report of what its workers have done."""
     rank_statuses: tuple[RankStatus, ...] = ()
-    """The workers' last heartbeats, by rank; empty where none was reported."""
     activities: tuple[Activity, ...] = ()
     """Each rank's, by rank, where the nodes knew nothing but symptoms, or a hang."""
     sockets: tuple[Sockets, ...] = ()
@@ -205,7 +192,6 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     stacks: tuple[StackGroup, ...] = ()
     threads: tuple[StackGroup, ...] = ()
     suspicion: str = ""
-    """Why it seemed to hang, as that was found last; empty: it never did."""
     suspected_ns: int = 0
     """When, by the clock of the node of group rank 0."""
     slow_ranks: tuple[SlowRankEnded, ...] = ()
@@ -297,7 +283,6 @@ class AttemptHistory(Struct, kw_only=True):
     """Names of the nodes on which another agent ran, once for each time that one was started there."""
     unstarted: tuple[tuple[str, str], ...] = ()
     given_up: tuple[GivenUpNode, ...] = ()
-    """Nodes that the attempt went on without, or could not go on without, by node."""
     versions: tuple[tuple[str, str], ...] = ()
     notices: tuple[str, ...] = ()
     meaning: str = ""
@@ -306,7 +291,6 @@ class AttemptHistory(Struct, kw_only=True):
     output_lost: tuple[OutputLoss, ...] = ()
     commands: tuple[CommandFailure, ...] = ()
     committed: CheckpointCommitted | None = None
-    """The last checkpoint of `checkpoint_dir` on the shared filesystem."""
     not_committed: CheckpointNotCommitted | None = None
     """The last one that is not there, where it is a later one, or none could be written."""
     problems: tuple[str, ...] = ()

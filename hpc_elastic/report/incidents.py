@@ -1,9 +1,4 @@
-"""Events of an attempt that did not end it: outages, lost output, the user's commands that failed, restarts within the
-processes of a round.
-
-An outage came and went by itself: a filesystem that refused, a network link that was lost. Lost output never reached
-its files or the job log. Each is read from an event; what is not as it should be in one is left out.
-"""
+"""Events of an attempt that did not end it: outages, lost output, failed commands, restarts within the processes."""
 
 from __future__ import annotations
 
@@ -36,7 +31,6 @@ class OutageKind(str, Enum):
 class Outage(Struct, frozen=True, kw_only=True):
     kind: OutageKind
     node: int
-    """Its index; `clocks.SUPERVISOR` for the supervisor."""
     host: str
     seconds: float
     since_ns: int
@@ -94,12 +88,9 @@ class OutputLoss(Struct, frozen=True, kw_only=True):
 
 
 class CommandFailure(Struct, frozen=True, kw_only=True):
-    """A command of the user's own failed: ``--setup``, ``--after``, a notification."""
-
     command: str
     host: str
     node: int
-    """Its index; `clocks.SUPERVISOR` for the supervisor."""
     reason: str
     code: int
     seconds: float
@@ -110,14 +101,11 @@ class CommandFailure(Struct, frozen=True, kw_only=True):
 
 
 class InProcessRestart(Struct, frozen=True, kw_only=True):
-    """The function started again in the processes that were left, or a process gave up."""
-
     reported_ns: int = field(name="told_ns")
     node: int
     iteration: int = 0
     """The one that began; where a process gave up, the one that it was in."""
     seconds: float = 0.0
-    """The time from the fault to the function's start."""
     world_size: int = 0
     interruptions: tuple[tuple[int, str], ...] = ()
     """Rank in the iteration before, and what happened there."""

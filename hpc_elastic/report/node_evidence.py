@@ -58,7 +58,6 @@ def _of_rounds(attempt: AttemptHistory) -> Iterator[Evidence]:
 
 
 def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:
-    """Failures that name a broken part of their node, first or not; and where the round's first failure was."""
     evidence = partial(_evidence, attempt, round=part.index)
     suspects = {
         node.node: {one.reason for one in part.failures if one.node == node.node and one.node_suspect}

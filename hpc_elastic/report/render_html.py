@@ -1,9 +1,4 @@
-"""report.html: the run to look at, in one file. It needs no network and no script, and what it quotes can't act in it.
-
-A layout of the `document`, with the chart and the parts on failures between its parts, by the templates beside this
-module. The style sheet's hash stands in the page's content security policy, which allows nothing else: no script, no
-address. Every text is escaped by jinja2, which is imported when a page is made.
-"""
+"""report.html: the run in one file, which needs no network and no script, and where no quoted text can act."""
 
 from __future__ import annotations
 
@@ -86,7 +81,6 @@ def _environment() -> jinja2.Environment:
 
 
 def render_page(template: str, **context: Any) -> str:
-    """Render a whole page; `template` is its path in the package."""
     style = STYLE.read_text(encoding="utf-8")
     digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return _environment().get_template(template).render(style=style, digest=digest, plural=plural, **context)
@@ -98,10 +92,7 @@ def is_cheap(history: RunHistory) -> bool:
 
 
 def render_html(document: Document, *, limits: ChartLimits | None = None, links: str = "..") -> str:
-    """Render the page, whose timeline is the whole run's, without a character that UTF-8 can't write.
-
-    `links`: the way from the page to the run directory, for the links to the ranks' logs.
-    """
+    """`links`: the way from the page to the run directory, for the links to the ranks' logs."""
     limits, history, subject = limits or ChartLimits(), document.history, document.subject
     rounds = sum(len(part.rounds) for part in history.attempts)
     timeline = build_timeline(document.placed, most_ranks=min(limits.rows, max(64, _RANK_ROUNDS // max(1, rounds))))
@@ -249,8 +240,6 @@ class TextRoom(Struct):
 
 
 class Text(Struct, frozen=True, kw_only=True):
-    """Lines that unfold below a title; without lines the title says why there are none."""
-
     title: str
     text: str = ""
     is_open: bool = False

@@ -38,17 +38,14 @@ ranks = partial(ranks_text, limit=60)
 
 
 def clock_time(when_ns: int | None, *, fine: bool = False) -> str:
-    """``2026-11-21 05:30:00``, local time where the page is made."""
     return time_text(when_ns, fine=fine, separator=" ") if when_ns else "?"
 
 
 def time_of_day(when_ns: int | None, *, fine: bool = False) -> str:
-    """``05:30:00``."""
     return time_text(when_ns, date=False, fine=fine) if when_ns else "?"
 
 
 def names(hosts: Sequence[str], *, limit: int = 60) -> str:
-    """``n[1-4,6]``."""
     try:
         shown = compress(dict.fromkeys(hosts))
     except HostlistError:
@@ -68,8 +65,6 @@ class ChartLimits(Struct, frozen=True, kw_only=True):
 
 
 class _Drawing(Struct):
-    """Bars, each kind of row drawn once however many look the same; and the marks that can be pressed."""
-
     axis: Axis
     grid: int
     limits: ChartLimits
@@ -78,7 +73,6 @@ class _Drawing(Struct):
     left_out: list[str] = field(default_factory=list)
     pictures: dict[str, int] = field(default_factory=dict)
     known: dict[tuple[tuple[Any, ...], ...], int] = field(default_factory=dict)
-    """The same by the rows' states and their places."""
 
     def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> dict[str, Any]:
         kept = rows[: self.limits.rows]

@@ -1,7 +1,4 @@
-"""report.json: the whole report for programs. The schema is in docs/reference/json.md.
-
-A record whose fields are the object's keys is written as it is (`_values`); what differs is said here.
-"""
+"""report.json: the whole report for programs. The schema is in docs/reference/json.md."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ _NULLABLE = (
     "about", "broke", "decision", "detail", "error", "fingerprint", "gave_up", "job_id", "left", "log", "outcome",
     "path", "refusal", "unable",
 )  # fmt: skip
-"""Texts that are null where they are empty."""
 
 
 def render_json(document: Document) -> dict[str, Any]:

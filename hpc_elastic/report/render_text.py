@@ -1,8 +1,4 @@
-"""The report that stands in the job log: a document on one screen, for a person who opens it at 3 a.m.
-
-The root cause, its traceback, what else failed in that round, where hung ranks stood, the recovery, and one line for
-each attempt and round where there were several. ASCII only. `render_ranks` answers "and what about rank 7?".
-"""
+"""The report that stands in the job log: one screen, ASCII, for a person who opens it at 3 a.m."""
 
 from __future__ import annotations
 
@@ -94,7 +90,6 @@ def render_text(
 
 
 def text_field(name: str, value: str) -> str:
-    """A field as torch prints it."""
     return f"  {name:<10}: {value}"
 
 
@@ -237,7 +232,6 @@ def _only_attempt(document: Document, attempt: AttemptHistory) -> str:
 
 
 def _cut_to(blocks: list[tuple[AttemptEntry, list[str]]], lines: int) -> list[tuple[AttemptEntry, list[str]]]:
-    """Every attempt, and of the last ones as many rounds as there is room for."""
     room, kept = lines - len(blocks), []
     for attempt, rounds in reversed(blocks):
         shown = rounds
@@ -321,14 +315,12 @@ def _fill(lead: str, text: str, width: int, *, indent: int) -> list[str]:
 
 
 def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
-    """An entry in at most so many lines."""
     words = text.lstrip(" ")
     lines = _fill(text[: len(text) - len(words)], words, width, indent=6)
     return lines if len(lines) < most else [*lines[: most - 1], fit(" ".join(lines[most - 1 :]), width)]
 
 
 def headline_lines(text: str, width: int, *, most: int | None = _HEADLINE_LINES) -> list[str]:
-    """The headline in at most so many lines, broken between words where there are any."""
     lines: list[str] = []
     text, room = wording.brief(text).strip(), width - 2
     while text and (most is None or len(lines) < most):
@@ -375,11 +367,7 @@ def render_ranks(
     everywhere: bool = False,
     stacks: ReadStacks = lambda paths: "",
 ) -> str:
-    """Everything that is known of `ranks`, by round and rank. Lines are not cut.
-
-    Of all rounds, or `everywhere` unset of the one that the report is about, or the newest where nothing failed.
-    `stacks` reads the stacks of a hung round.
-    """
+    """`everywhere`: of all rounds, not of the one that the report is about, or the newest where nothing failed."""
     rounds = [(item, part) for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
     rounds = [(item, part) for item, part in rounds if part.nodes] or rounds
     subject = choose_subject(history, attempt=attempt)

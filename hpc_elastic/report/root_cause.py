@@ -117,7 +117,6 @@ def _gave_up_waiting(failure: WorkerFailure) -> bool:
 
 
 def _rank(failures: Sequence[WorkerFailure], clocks: Clocks) -> tuple[Ranking[WorkerFailure], dict[int, Moment]]:
-    """The ranking on the one clock of the report, and each failure's moment (by `id`) as it is ranked by."""
     ended = {id(failure): clocks.of_failure(failure) for failure in failures}
     printed = {id(failure): clocks.of_printed(failure) for failure in failures}
 
@@ -146,10 +145,7 @@ def _lost_peer_last(causes: list[WorkerFailure], when: Mapping[int, Moment]) -> 
 
 
 def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
-    """Name the root cause where an attempt of so many nodes had too few, and no round of it was broken.
-
-    `unable`: nodes of which no agent ever took part.
-    """
+    """`unable`: nodes of which no agent ever took part."""
     if not unable:
         return Verdict(evidence="no failures")
     refused = unable[0].refusal
@@ -300,7 +296,6 @@ def _among(
 
 
 def _within(first: Moment, near: Sequence[Moment]) -> str:
-    """Why it is not known that `first` came before the others."""
     if all(moment.node == first.node for moment in near):
         return f"within the clocks' resolution ({milliseconds_text(SAME_NODE_NS)} on one host)"
     resolution = max(resolution_ns(first, moment) or 0 for moment in near)

@@ -114,7 +114,6 @@ def _find_verdict(part: RoundHistory) -> Verdict:
 
 
 def _beside_stopped(failure: WorkerFailure, part: RoundHistory) -> str:
-    """The evidence for a failure beside which there is no other: whether the others had time to fail."""
     ended = {end.rank for end in part.ends} | {one.global_rank for one in part.failures if not one.stopped_by_agent}
     stopped = (part.world_size or 0) - len(ended)
     if stopped < 1:
@@ -130,7 +129,6 @@ def _beside_stopped(failure: WorkerFailure, part: RoundHistory) -> str:
 
 
 def _contrasted(verdict: Verdict, part: RoundHistory) -> Verdict:
-    """The verdict, where a failure of a worker is a fact about its node."""
     failure = verdict.failure
     if verdict.cause is not Cause.WORKER or failure is None:
         return verdict

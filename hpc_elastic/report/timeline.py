@@ -1,9 +1,4 @@
-"""The picture of a run, as values: rows of spans with marks on one axis of time. `render_html_chart` draws it.
-
-The axis has attempts to scale, and the waits between them cut short. It is one for all hosts: times are wall-clock
-times, those of a clock that is known to be wrong shifted. They are good for a picture; the failure that was first is
-found elsewhere (`verdict`), with the clocks' bounds.
-"""
+"""The picture of a run, as values: rows of spans with marks on one axis of time. `render_html_chart` draws it."""
 
 from __future__ import annotations
 
@@ -43,8 +38,6 @@ class Piece(Struct, frozen=True, kw_only=True):
 
 
 class Axis(Struct, frozen=True):
-    """Pieces without holes, from 0 to 1."""
-
     pieces: tuple[Piece, ...]
     _starts: tuple[int, ...] = ()
 
@@ -83,10 +76,7 @@ class Axis(Struct, frozen=True):
 
 
 def make_axis(attempts: Sequence[tuple[int, int, int]]) -> Axis:
-    """Lay out attempts, ascending: number, start and end of each.
-
-    One that starts before the end of the one before, by another host's clock, starts at that end.
-    """
+    """Ascending: number, start and end of each. One that starts before the end of the one before starts at that end."""
     if not attempts:
         return Axis(())
     spans: list[tuple[int | None, int, int]] = []
@@ -127,8 +117,6 @@ IMPORTANCE = {kind: number for number, kind in enumerate(MarkKind)}
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """Something that went wrong: failures of one kind in one round, or a lost node."""
-
     number: int
     kind: MarkKind
     attempt: int
@@ -154,7 +142,6 @@ class Row(Struct):
     name: str
     spans: list[Span] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    """Ascending in time."""
     parts: list[tuple[int, int]] = field(default_factory=list)
     """Attempt, number of its spans."""
     details: dict[str, None] = field(default_factory=dict)
@@ -164,7 +151,6 @@ class Row(Struct):
         return ", ".join(list(self.details)[-2:])
 
     def add(self, attempt: int, spans: Sequence[Span], detail: str) -> None:
-        """Add spans that follow upon each other."""
         mine = self.spans
         if mine and spans and mine[-1].end_ns > spans[0].start_ns:  # a rank of a lost node runs elsewhere
             mine[-1] = replace(mine[-1], end_ns=max(mine[-1].start_ns, spans[0].start_ns))

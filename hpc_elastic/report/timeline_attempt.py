@@ -24,12 +24,10 @@ class NodeState(str, Enum):
     STARTING = "starting"
     """The round is agreed upon: its workers are started, import and load, until the round's first step."""
     RUNNING = "running"
-    """The round's first step has been done."""
     UP = "processes up"
     """The run's steps are not known: whether the workers trained is not known either."""
     STOPPING = "stopping workers"
     SPARE = "waiting as a spare"
-    """Others run a round without it."""
     DONE = "done"
     LOST = "lost"
 
@@ -103,9 +101,8 @@ class RoundSteps(NamedTuple):
     last: int
     last_ns: int
     checkpointing: float
-    """Seconds."""
     redone: float
-    """Seconds."""
+    """Both in seconds."""
     checkpoints: int = 0
     is_counted: bool = False
     """They are counted from 1 in each round: which of them were done again is not known."""
@@ -126,8 +123,6 @@ NOT_SEEN_NS = 1_000_000
 
 
 class PlacedAttempt:
-    """One attempt with all its times on the common axis."""
-
     def __init__(self, attempt: AttemptHistory, *, source: ProgressSource = ProgressSource.UNKNOWN) -> None:
         self.attempt = attempt
         self._sources = (source,) if source is ProgressSource.COLLECTIVES else STEPS
@@ -163,7 +158,6 @@ class PlacedAttempt:
         self.rounds = [self._round_times(item) for item in attempt.rounds]
 
     def _make_stays(self, node: int, *, steps_known: bool) -> list[Stay]:
-        """A node's parts in the rounds, ascending and without overlap."""
         losses = self.losses.get(node, {})
         # When it joined; a node that reported an end alone had not.
         joined = ((one.started_ns if one.final_ns is None else one.final_ns, one) for one in self._times[node])
@@ -247,7 +241,6 @@ class PlacedAttempt:
         return self._known(self.attempt.clocks.of_failure(failure), self.at(failure.node, failure.ended_ns))
 
     def loss_at(self, loss: NodeLoss) -> int:
-        """When it was lost: the last heartbeat."""
         # Its own event is by its own clock; its coordinator's is by a clock that is taken for right.
         guess = self.at(loss.node, loss.seen_ns) if loss.left or loss.broke else loss.gone_ns
         return self._known(self.attempt.clocks.of_loss(loss), guess)

@@ -60,7 +60,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     confidence: Confidence = Confidence.HIGH
     evidence: str
     failure: WorkerFailure | None = None
-    """The root cause, or for `Cause.UNKNOWN` the first of the symptoms."""
     lost_node: NodeLoss | None = None
     category: Category | None = None
     fingerprint: str = ""
@@ -72,7 +71,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     apart: tuple[str, ...] = ()
     """Hosts on which all workers failed in this way, where no worker of the others did: what fails is on the node."""
     suspects: tuple[Suspect, ...] = ()
-    """The ranks to look at, the likeliest first (`Cause.UNKNOWN`)."""
     headline: str = ""
     """The cause that was no failure of a worker's and no single node's."""
     resolution_ns: int | None = None
@@ -126,12 +124,7 @@ def decide_hang(
     has_ended: bool = False,
     is_open: bool = False,
 ) -> Verdict:
-    """Find the rank for which the others wait: the furthest behind, the odd one out by the stacks, or the first silent.
-
-    `root` is what the ranking names; `odd` are the ranks whose stacks differ from the others', or with `has_ended`
-    those that had ended with 0, for which those that hung waited. `is_open`: either `odd` or the others may be at
-    fault, since it waits, and they do something else.
-    """
+    """`odd`: ranks whose stacks differ, or with `has_ended` those that ended with 0; one of both may be at fault."""
     step = -1 if root.last_step is None else root.last_step
     others = [status for status in rank_statuses if status.rank != root.global_rank]
     further = [status.step for status in others if status.step is not None and status.step > step]
@@ -172,7 +165,6 @@ def decide_hang(
 
 
 def _as_silent(root: WorkerFailure, rank_statuses: Sequence[RankStatus]) -> list[int]:
-    """The ranks, beside a hung one, whose last heartbeat is about as old, or older."""
     own = next((status.age for status in rank_statuses if status.rank == root.global_rank), None)
     if own is None:
         return []
@@ -223,10 +215,7 @@ class RanksKnown(NamedTuple):
         return sorted(found, key=lambda one: (-one[0], one[2].rank))
 
     def ends_before_hang(self, hung: WorkerFailure) -> tuple[Suspect, ...]:
-        """The ranks that had ended with 0 where all others hung in wait for other ranks; none where most had ended.
-
-        `hung`: the failure that the ranking names; it failed when its last heartbeat came.
-        """
+        """None where most had ended. `hung`: the failure that the ranking names."""
         done = self._replace(failed=(hung.global_rank,)).done()
         here = [one for one in self.activities if one.rank not in {end.rank for end in done}]
         if not here or 2 * len(done) > len(self.hosts) or any(one.doing not in WAITS_FOR_RANKS for one in here):
@@ -252,7 +241,6 @@ class RanksKnown(NamedTuple):
         )
 
     def silent(self) -> tuple[Suspect, ...]:
-        """The ranks that neither failed nor ended, until they were stopped."""
         ended = {end.rank for end in self.ends if not end.stopped}
         doing = {activity.rank: activity for activity in self.activities if activity.doing is not Doing.UNKNOWN}
         alike = {rank for rank, activity in doing.items() if is_with_the_others(activity, self.activities)}

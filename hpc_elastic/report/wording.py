@@ -1,9 +1,4 @@
-"""A report's words: one place for every kind of failure, outcome, decision, outage and restart.
-
-The text, the page and `status` take their sentences from here (report.json has values instead); the sentence that
-explains a verdict stands with its decision, in `verdict`. Nothing here cuts a line or escapes it: that is the
-renderers' part.
-"""
+"""A report's words for every failure, outcome, decision, outage and restart; the renderers cut and escape them."""
 
 from __future__ import annotations
 
@@ -49,11 +44,7 @@ _MOST_RESTARTS = 3
 
 
 def describe_class(failure: WorkerFailure, category: Category | None = None, *, is_apart: bool = False) -> str:
-    """Why a failure is of its class, whether its node is suspect, and whether another try may help.
-
-    `category`: what its round shows it to be; None: as it was judged alone. `is_apart`: all workers of its node failed
-    so, and none elsewhere.
-    """
+    """`is_apart`: all workers of its node failed so, and none elsewhere."""
     retry = f"; {failure.host} is suspect" if failure.node_suspect or is_apart else ""
     retry += "" if failure.retryable or is_apart else "; not retryable"
     # A worker that another process killed or stopped may have done nothing wrong, nor one that lost a peer.
@@ -122,7 +113,7 @@ def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str
 
 
 def _describe_running(attempt: AttemptHistory) -> str:
-    """The state of an attempt without a recorded end, by its events, which may be half a minute old."""
+    """By its events, which may be half a minute old."""
     part = attempt.rounds[-1] if attempt.rounds else None
     if part is None:
         return "is starting: no round has begun (no end is recorded)"
@@ -135,7 +126,7 @@ def _describe_running(attempt: AttemptHistory) -> str:
 
 
 def describe_status(history: RunHistory, attempt: AttemptHistory | None) -> str:
-    """The same for a report's first line: an attempt that another one follows is no failed run."""
+    """The first line of a report: an attempt that another one follows is no failed run."""
     if attempt is None or not attempt.outcome:
         return describe_outcome(history, attempt)
     if attempt.outcome != Outcome.SUCCEEDED.value and is_requeued(attempt):
@@ -205,10 +196,7 @@ def without_repeat(line: str, first: str) -> str:
 
 
 def without_failure(line: str, failures: Sequence[WorkerFailure], root: WorkerFailure | None) -> str:
-    """A line of the recovery without the failure that it quotes: the report has all failures of the round.
-
-    Of another rank than the root cause's, its number is left where it is the reason of the decision.
-    """
+    """A line of the recovery without the failure that it quotes; where it is not the root cause's, its rank is left."""
     for failure in failures:
         before, quote, rest = line.partition(f": rank {failure.global_rank}: ")
         said, arrow, after = rest.rpartition(" -> round ")
@@ -329,7 +317,6 @@ def describe_slow_ranks(found: Sequence[SlowRankEnded], clock: Callable[[int], s
 
 
 def describe_slow_run(found: Sequence[RunSlowEnded], clock: Callable[[int], str]) -> list[str]:
-    """One line for each time, the latest ones; 0 seconds: to the end, which no agent reported."""
     return [
         f"{one.pace}; from {clock(one.pace.since_ns)} on "
         + (
@@ -369,7 +356,6 @@ def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> 
 
 
 def describe_commands(failures: Sequence[CommandFailure]) -> list[tuple[str, str]]:
-    """The user's own commands that failed, alike on several nodes in one entry, with what the first of them printed."""
     alike: dict[tuple[str, str, str], list[CommandFailure]] = {}
     for one in failures:
         alike.setdefault((one.command, one.about, one.reason), []).append(one)
