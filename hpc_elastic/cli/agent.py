@@ -36,7 +36,6 @@ HELP = Help(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be an agent. Returns the run's exit code in task 0, the agent's in others."""
     env = without_run_variables(os.environ)
     parsed = read_command_line(argv, subcommand="agent", help_=HELP, env=env)
     if parsed is None:

@@ -1,8 +1,4 @@
-"""``hpc-elastic clean``: removes the directories of runs that have ended, by age, state and size.
-
-A run is removed only where its files or Slurm say that it has ended; or, where a run on this machine was killed and
-left no end, where none of its files has changed for a day. What a run's directory links to is left alone.
-"""
+"""``hpc-elastic clean``: removes the directories of runs that have ended, by age, state and size."""
 
 from __future__ import annotations
 
@@ -41,8 +37,6 @@ _AT_ONCE = 100
 
 
 class OldRun(Struct, frozen=True, kw_only=True):
-    """A directory that may be removed: a run's, or that of an array with all its runs."""
-
     paths: RunPaths
     statuses: tuple[RunStatus, ...]
     size: int
@@ -133,7 +127,6 @@ def ended_runs(paths: Sequence[RunPaths], clock: Clock, *, says_why: bool = Fals
 
 
 def _silent(paths: RunPaths, status: RunStatus, clock: Clock) -> float | None:
-    """Seconds since the run's end; None: it may be running."""
     now = clock.time_ns()
     changed = silent_for(paths, status.attempt, now_ns=now) if status.attempt is not None else None
     if status.state is RunState.ENDED:
@@ -167,7 +160,6 @@ def _remove(old: OldRun, clock: Clock) -> bool:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes that the files take on the disk; what can't be read counts as nothing."""
     total, left = 0, [str(folder)]
     while left:
         try:

@@ -32,7 +32,6 @@ def run(args: SimpleNamespace) -> int:
 
 
 def answer_shell() -> NoReturn:
-    """Print what completes the words that the shell's function has put into the environment."""
     sys.exit(shell_complete(_Subcommands(), {}, PROGRAM, COMPLETE_VARIABLE, os.environ[COMPLETE_VARIABLE]))
 
 

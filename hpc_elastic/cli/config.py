@@ -25,7 +25,6 @@ from hpc_elastic.output.terminal import each_line
 
 
 def options_of(subcommand: str, own: Sequence[Option] = (), taken: Collection[str] | None = None) -> tuple[Option, ...]:
-    """The options that a subcommand takes, as for `read_command_line`."""
     found = (option for option in ALL_OPTIONS if own or subcommand == "submit" or not option.submit_only)
     return (*own, *(option for option in found if taken is None or option.dest in taken))
 
@@ -39,11 +38,7 @@ def read_command_line(
     own: Sequence[Option] = (),
     taken: Collection[str] | None = None,
 ) -> Parsed | None:
-    """Read it, and the layers below it; None where ``--help`` was asked for and printed.
-
-    `own` has options of this subcommand alone, which no file and no variable gives; it takes those of ``submit``, too,
-    or of them `taken` (`Option.dest`).
-    """
+    """None where ``--help`` was printed. `own`: options of this subcommand alone."""
     options = options_of(subcommand, own, taken)
     left_out = {option.dest for option in ALL_OPTIONS if option not in options}
     others = {name: "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
@@ -62,14 +57,13 @@ def read_command_line(
 
 _FIRST = ("nodes", "gpus_per_node", "nproc_per_node", "time", "partition", "max_restarts")
 _FIRST_HERE = ("nodes", "nproc_per_node", "cluster", "runs_dir", "module", "max_restarts")
-"""For ``run`` and ``agent``, where Slurm has given the job already."""
+"""Slurm has given ``run`` and ``agent`` their job already."""
 _THEN = ("setup", "export", "container_image", "hangs")
 
 
 def _print_help(
     subcommand: str, help_: Help, taken: Sequence[Option], wanted: HelpWanted, own: Sequence[Option] = ()
 ) -> None:
-    """Every option in its group; or this subcommand's `own`, the six that matter most, and a few more."""
     options = [option for option in taken if option.help and subcommand not in option.ignored_by]
     if wanted.everything:
         sections = {group.value: [option for option in options if option.group is group] for group in Group}
@@ -120,7 +114,6 @@ TAKEN = frozenset[str]()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print. Returns 0; raises UsageError for what submit would refuse, but for the script."""
     try:
         given = parse(argv, OPTIONS, refused=REFUSED, unneeded=UNNEEDED)
     except HelpWanted as wanted:
@@ -155,7 +148,6 @@ def _asked(names: Sequence[str]) -> list[Option]:
 
 
 def _value(found: Resolved, option: Option, env: Mapping[str, str]) -> tuple[Any, Origin | None]:
-    """The value as JSON has it, and where it comes from; None: there is none, and it comes from nowhere."""
     origin = found.origins.get(option.dest)
     if option.dest not in found.parsed.values:
         if origin is not None:

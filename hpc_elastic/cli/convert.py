@@ -25,7 +25,6 @@ NOTE = "FILE: an sbatch file; -: standard input"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print the command, and on stderr what became of each line. Returns 0; 1 where something is left to the user."""
     found = convert(_read(args.file), lambda argv: check_values(parse(argv, ALL_OPTIONS, refused=REFUSED)))
     last = (0, "")
     for line in found.lines:

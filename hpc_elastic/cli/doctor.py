@@ -1,7 +1,4 @@
-"""``hpc-elastic doctor``: does this cluster, this account and this installation let a run work?
-
-First as this host sees it; with ``--nodes N`` then in a job of its own, whose nodes measure what they see.
-"""
+"""``hpc-elastic doctor``: does this cluster, this account and this installation let a run work?"""
 
 from __future__ import annotations
 
@@ -89,7 +86,6 @@ def main(argv: Sequence[str]) -> int:
     findings: list[DoctorFinding] = []
 
     def report(found: Iterable[DoctorFinding]) -> None:
-        """Each is shown when it is known."""
         for finding in found:
             findings.append(finding)
             if not parsed.flag("json"):
@@ -166,7 +162,6 @@ def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
 
 
 def _run_by_slurm(job: ProbeJob, slurm: SlurmJob, *, clock: Clock, env: Mapping[str, str]) -> str:
-    """Have it done in a job, which ends with this process. Returns how it ended."""
     submission = Submission(job=slurm, runs_dir=job.runs_dir)
     client = submission_client(submission, env, clock, print_note)
     number = submit_job(submission, client, clock=clock, env=env, log=print_note)

@@ -21,8 +21,7 @@ from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.slurm.client import SlurmClient
 
 SILENT_SECONDS = 300.0
-"""A run of which no file has changed for so long has ended without a result: an agent writes something every half
-minute at least, however many there are."""
+"""A run whose files do not change for so long has ended without a result: agents write every half minute at least."""
 _LOOK_SECONDS = 1.0
 _SIGNS_SECONDS = 20.0
 _ASK_SECONDS = 30.0
@@ -40,10 +39,7 @@ class RunWatch:
     """Looks for a run's end by its files and, where these show nothing new, by Slurm; seldom enough to cost nothing."""
 
     def __init__(self, paths: RunPaths, *, attempt: int | None, clock: Clock, client: SlurmClient | None) -> None:
-        """Only the end of `attempt` is awaited, or with None the run's, through its requeues.
-
-        `client` knows of a job that was cancelled in the queue, or whose supervisor was killed.
-        """
+        """None: the run's end, through its requeues. `client` knows of a job that was cancelled in the queue."""
         self._client = client
         self._ask_at = clock.monotonic()
         self._paths = paths
@@ -56,7 +52,6 @@ class RunWatch:
         self._is_requeued = False
 
     def end(self) -> RunEnd | None:
-        """How it ended; None: it has not, as far as can be seen. It may be called at any pace."""
         now = self._clock.monotonic()
         if now < self._look_at:
             return None
@@ -117,10 +112,8 @@ def _signs_in(folder: str) -> tuple[tuple[str, int, int], ...]:
 
 
 class Follower(Protocol):
-    """Shows a run."""
-
     def look(self, *, everything: bool = False) -> float:
-        """Show what is new; with `everything`, also what is not due yet. Returns the seconds until the next look."""
+        """With `everything`, also what is not due yet. Returns the seconds until the next look."""
 
     def finish(self) -> None:
         """The run has ended: show what is left."""
@@ -137,7 +130,6 @@ def show_to_end(show: Callable[[], float], end: Callable[[], RunEnd | None], *, 
 
 
 def follow_to_end(asked: AskedRun, follower: Follower, *, clock: Clock) -> int:
-    """Have `follower` show the run until it has ended; then print how. Returns the run's exit code."""
     client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     watch = RunWatch(asked.paths, attempt=asked.attempt, clock=clock, client=client)
     end = show_to_end(follower.look, watch.end, clock=clock)

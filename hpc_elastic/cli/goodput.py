@@ -13,7 +13,6 @@ from hpc_elastic.report.goodput import Goodput, describe_goodput, goodput_of, is
 
 
 def read_goodput(root: Path) -> Goodput | None:
-    """The parts of a run's time; None where they are not known, or too short to show anything."""
     try:
         found = goodput_of(collect_run(root))
     except OSError:
@@ -50,7 +49,6 @@ class MeasuredRuns:
         return one_line(f"{_share(goodput.share or 0.0, goodput.wall)}  {status.run_id}  {', '.join(shown)}")
 
     def of_all(self) -> str:
-        """The line of all runs together; empty where there are not several."""
         if len(self._found) < 2:
             return ""
         wall = sum(one.wall for one in self._found)

@@ -34,7 +34,6 @@ NOTE = "FILES: dumps, JSON or pickle, or folders or runs with them; the rank is 
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print. Returns 0; raises UsageError where none of the files is a dump."""
     with _limited_memory():
         found = _without_older(_read_all(_files(args.files)))
     dumps = [dump for _, dump in found if isinstance(dump, RankDump)]
@@ -87,7 +86,6 @@ def _files(given: Sequence[str]) -> list[Path]:
 
 
 def _may_be_dump(path: Path) -> bool:
-    """Tell a dump from what else a folder of logs has with a number in its name."""
     if rank_of_name(path.name) is None or not path.is_file():
         return False
     try:

@@ -97,10 +97,7 @@ def run(args: SimpleNamespace) -> int:
 
 
 def folders_of_runs(runs_dir: str | None) -> tuple[str, list[Path]]:
-    """The folder that is searched, and what may be the directories of its runs, newest first.
-
-    Without ``--runs-dir`` and without a runs folder here, these are the runs that this account has submitted.
-    """
+    """Newest first. Without a runs folder here, they are the runs that this account has submitted."""
     chosen = runs_folder(runs_dir)
     folder = os.path.abspath(chosen or DEFAULT_RUNS_DIR)
     try:
@@ -146,7 +143,6 @@ def _end(measured: MeasuredRuns | None, *, as_json: bool) -> None:
 
 
 def asked_states(text: str | None) -> frozenset[str]:
-    """States of `RunState`, and of an ended run its `Outcome`."""
     names = [name.strip().replace("-", "_") for name in (text or "").split(",")] if text else []
     for name in names:
         if name not in STATES:

@@ -58,7 +58,6 @@ class EventChoice(Struct, frozen=True, kw_only=True):
 
 
 def show_events(asked: AskedRun, args: SimpleNamespace, tail: int | None) -> int:
-    """Print them. Returns 0, or with ``--follow`` the run's exit code."""
     choice = EventChoice(names=_names(args.event) if args.event else None, nodes=args.node)
     printer = _Printer(as_json=args.json, colours=wants_colour(sys.stdout, os.environ))
     if args.follow:
@@ -124,8 +123,6 @@ class _Printer(Struct, frozen=True, kw_only=True):
 
 
 class EventFollower:
-    """Prints events as they are written: a `cli.follow.Follower`."""
-
     def __init__(
         self, asked: AskedRun, choice: EventChoice, printer: _Printer, *, tail: int | None, clock: Clock
     ) -> None:

@@ -27,8 +27,6 @@ _DROP_AFTER_S = 30.0
 
 
 class LogFollower:
-    """Prints the workers' output as it grows: a `cli.follow.Follower`."""
-
     def __init__(
         self, asked: AskedRun, choice: LogChoice, printer: LogPrinter, *, tail: int | None, clock: Clock
     ) -> None:
@@ -40,9 +38,7 @@ class LogFollower:
         self._clock = clock
         self._files: FollowedFiles[LogStream, Chunk] = FollowedFiles(self._find_files, clock=clock)
         self._seen: dict[tuple[int, int], float] = {}
-        """Attempt and round → when it was first seen."""
         self._round_at: dict[tuple[int, int], float] = {}
-        """When a round's ranks are listed again."""
         self._known: set[LogStream] = set()
         self._shown: tuple[int, int] | None = None
         self._has_begun = False

@@ -70,7 +70,6 @@ class LogChoice(Struct, frozen=True, kw_only=True):
     ranks: NumberSet | None = None
     nodes: str | None = None
     rounds: NumberSet | None = None
-    """None: the newest."""
     all_rounds: bool = False
     streams: tuple[int, ...] = ALL_STREAMS
 
@@ -106,11 +105,8 @@ class LogChoice(Struct, frozen=True, kw_only=True):
 
 
 class LogPrinter(Struct):
-    """Prints workers' lines, fit for where they go."""
-
     out: BinaryIO
     clean: bool = False
-    """Without what steers a terminal."""
     prefix: bool = True
     """Each line begins with the rank."""
     times: bool = False
@@ -199,7 +195,6 @@ NOTE = f"RUN: {LAST_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print. Returns 0, or with ``--follow`` the run's exit code."""
     _check_together(args)
     choice = _choice(args)
     tail = _tail(args)
@@ -333,8 +328,6 @@ def _around(args: SimpleNamespace, asked: AskedRun, choice: LogChoice, printer: 
 
 
 class FailureMoment(Struct, frozen=True, kw_only=True):
-    """The first failure, as the report's verdict has it."""
-
     attempt: int
     round: int
     node: int
@@ -347,7 +340,6 @@ class FailureMoment(Struct, frozen=True, kw_only=True):
 
 
 def first_failure(history: RunHistory, *, attempt: int | None) -> FailureMoment:
-    """The moment of the first failure; raises UsageError where nothing has failed."""
     from hpc_elastic.report.subject import choose_subject
     from hpc_elastic.report.verdict import Cause
 

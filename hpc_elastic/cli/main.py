@@ -1,7 +1,4 @@
-"""``hpc-elastic SUBCOMMAND``: finds the subcommand, and turns what goes wrong into one line and an exit code.
-
-Only the subcommand's own module is imported: the agent starts on every node through here.
-"""
+"""``hpc-elastic SUBCOMMAND``: imports that subcommand's module alone, and turns what goes wrong into an exit code."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ def console_main() -> NoReturn:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a subcommand. Returns the exit code; prints every error as one line on stderr."""
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -147,10 +143,7 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
 
 
 def _batch(argv: list[str]) -> int:
-    """``batch [--finish ATTEMPT AGENT] RUN_DIR``, not for people: the batch script becomes it.
-
-    It supervises one attempt of the run in this Slurm job; or ends one, for an agent without its supervisor.
-    """
+    """``batch [--finish ATTEMPT AGENT] RUN_DIR``, not for people: the batch script becomes it."""
     from pathlib import Path
 
     from hpc_elastic.launch import batch
@@ -169,7 +162,7 @@ def _batch(argv: list[str]) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Make up for standard streams that were closed (``>&-``): the next file to be opened would be taken for them."""
+    """The next file to be opened would be taken for a standard stream that was closed (``>&-``)."""
     for number in range(3):
         try:
             os.fstat(number)

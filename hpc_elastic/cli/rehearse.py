@@ -69,7 +69,6 @@ _MOST_NODES = _MOST_WORKERS = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Rehearse. Returns 0 where all holds, 1 where the script is guilty, 2 where a named fault was not done."""
     env = os.environ
     if list(argv) in (["--faults", "list"], ["--faults=list"]):
         lines = [f"{kind.name:<12}{kind.title}{f'; {kind.need.value}' if kind.need else ''}" for kind in KINDS]
@@ -137,7 +136,6 @@ def _there(path: Path, option: str) -> Path:
 
 
 def _small(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[SlurmJob | None, RunSpec]:
-    """The run that the options ask for, small, and with all the restarts that faults take; on the cluster its job."""
     least, most = job_options.asked_nodes(parsed)
     nodes = (min(least, _MOST_NODES), min(most, _MOST_NODES))
     grace = min(job_options.notice_seconds(parsed), 40) if parsed.get("grace") else 15

@@ -83,7 +83,6 @@ NOTE = f"RUN: {LAST_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print the report. Returns 0 whatever the run's outcome was, or with ``--follow`` the run's exit code."""
     args.format = "json" if args.json else "html" if args.html else args.format or "text"
     if args.output is not None and args.format != "html":
         raise UsageError(f"--output {args.output} goes with --format html; redirect the {args.format} instead")
@@ -181,7 +180,6 @@ def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> s
 
 
 def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
-    """The page, or the path at which it was written."""
     from hpc_elastic.report.render_html import render_html
     from hpc_elastic.run.fold import relinked
 
@@ -258,11 +256,8 @@ def coloured_report(text: str) -> str:
 
 
 class ReportFollower(Struct):
-    """Looks whether there is anything new, and only then reads the run."""
-
     asked: AskedRun
     show: Callable[[], None]
-    """Reads the run, and prints its report where it differs from the last one."""
     clock: Clock
     seen: object = None
 

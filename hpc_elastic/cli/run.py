@@ -156,7 +156,6 @@ def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:
 
 
 def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping[str, str]) -> Path:
-    """The directory of a new run in this job; of a job that was requeued, that of the run which it continues."""
     make_runs_dir(runs_dir)
     earlier = earlier_run(job, spec, runs_dir, env)
     if earlier is not None:

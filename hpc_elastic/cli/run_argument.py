@@ -82,8 +82,6 @@ class AskedRun(Struct, frozen=True, kw_only=True):
 
 
 class _Number(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A number from 0 on."""
-
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -117,7 +115,6 @@ RUN_PARAMETERS = (
 
 
 def asked_run(args: SimpleNamespace) -> AskedRun:
-    """Raises UsageError where RUN means none, or ``--attempt`` contradicts it."""
     folder = find_run_dir(args.run, args.runs_dir)
     given = attempt_number(folder.name)
     if given is None:
@@ -129,14 +126,12 @@ def asked_run(args: SimpleNamespace) -> AskedRun:
 
 
 def check_attempt(attempt: int, numbers: Sequence[int], run_id: str) -> None:
-    """Raises UsageError, with those that are there, where an attempt is not."""
     if attempt not in numbers:
         there = f"it has {', '.join(map(str, numbers))}" if numbers else "it has none yet"
         raise UsageError(f"run {run_id} has no attempt {attempt}; {there}")
 
 
 def check_rounds(rounds: NumberSet, numbers: Sequence[int], attempt: int) -> list[int]:
-    """The rounds that were asked for; raises UsageError where none of them is there."""
     found = rounds.within(numbers)
     if not found:
         there = f"has {ranges(numbers)}" if numbers else "has none yet"
@@ -145,10 +140,7 @@ def check_rounds(rounds: NumberSet, numbers: Sequence[int], attempt: int) -> lis
 
 
 def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> Path:
-    """The run directory that `text` means: a path (to an attempt's folder, too), a run id, a job id or `LAST`.
-
-    `runs_dir` is where run ids are looked for; `ask_slurm`: Slurm may be asked about a job that is not known here.
-    """
+    """`runs_dir` is where run ids are looked for; `ask_slurm`: about a job that is not known here."""
     path = Path(os.path.abspath(text))
     if path.name == "latest" and path.is_symlink():
         path = Path(os.path.realpath(path))
@@ -187,10 +179,7 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
 
 
 def runs_folder(given: str | None) -> Path | None:
-    """``--runs-dir``, or where the configuration says that runs are; None: nowhere.
-
-    A mistake in a configuration file, which keeps a run from being started, keeps nobody from looking at one.
-    """
+    """A mistake in a configuration file, which keeps a run from being started, keeps nobody from looking at one."""
     if given is None:
         from hpc_elastic.options.resolve import configured_runs_dir
 
@@ -236,17 +225,13 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def node_names(attempt: AttemptPaths) -> tuple[str, ...]:
-    """The attempt's nodes in Slurm's order; empty where attempt.json is not there."""
     value = read_json(attempt.attempt_json)
     nodes = value.get("nodes") if not isinstance(value, str) else None
     return tuple(str(node) for node in nodes) if isinstance(nodes, list) else ()
 
 
 def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
-    """``--node n1,n[3-4]`` or ``0,2``: the indices of an attempt's nodes, by attempt.json or else by the events.
-
-    Names are a hostlist of Slurm's; indices are in Slurm's node order. Raises UsageError for any other.
-    """
+    """``n1,n[3-4]``, a hostlist of Slurm's, or ``0,2``, in Slurm's node order."""
     from hpc_elastic.output.log_streams import read_layouts
     from hpc_elastic.slurm.notation import HostlistError, expand, names_text
 

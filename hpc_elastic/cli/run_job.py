@@ -54,7 +54,6 @@ NOTE = f"RUN: {RUN_HELP}"
 
 
 def find_paths(args: SimpleNamespace) -> RunPaths:
-    """The run that is meant, whichever of its attempts was named. Raises UsageError where RUN means none."""
     folder = find_run_dir(args.run, args.runs_dir, ask_slurm=not getattr(args, "no_slurm", False))
     return RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
 
@@ -81,7 +80,6 @@ def find_run_job(
 
 
 def _signal_local(args: SimpleNamespace, number: signal.Signals) -> bool:
-    """Signal the supervisor of a run of this machine. Returns whether the run is one that is not over."""
     paths = find_paths(args)
     status = read_status(paths, clock=SystemClock())
     if status.cluster != "local" or status.state is RunState.ENDED:
@@ -111,11 +109,7 @@ def _note_requeue(attempt: AttemptPaths) -> None:
 
 
 def run_owner(text: str, paths: RunPaths) -> int:
-    """The user who alone can have written a run's files, by its folders: what acts on a run asks this, root included.
-
-    `text` is what the user gave: where it is a path, a link of another user's could lead to any run. Raises UsageError
-    where other users can have written the files, or put them there.
-    """
+    """`text`, a user's, may be a link to any run. Raises UsageError where others can write the files."""
     folders = [paths.root, *(attempt.root for attempt in paths.attempts()[-1:])]
     if task_index(paths.root.name) is not None:
         folders.append(paths.root.parent)
@@ -131,11 +125,7 @@ def run_owner(text: str, paths: RunPaths) -> int:
 
 
 def _checked(asked: RunJob, client: SlurmClient) -> JobState | None:
-    """The job's state by Slurm, if the job is the run's; None: Slurm does not know it.
-
-    Raises UsageError where root is to act on the job of a user who did not write the number of that job: any other
-    user reads files of their own alone, and Slurm keeps them off others' jobs.
-    """
+    """Raises UsageError where root is to act on a job whose number its owner did not write."""
     try:
         state = job_of_run(client, asked.job, asked.paths)
     except SlurmError as error:

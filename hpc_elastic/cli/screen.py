@@ -38,7 +38,6 @@ def width_for(stream: TextIO) -> int:
 
 
 def painted(text: str, colour: str) -> str:
-    """`text` in a colour, or as it is where `colour` is empty."""
     return f"\x1b[{colour}m{text}\x1b[0m" if colour else text
 
 
@@ -47,7 +46,6 @@ def rank_colour(rank: int) -> str:
 
 
 def print_note(text: str) -> None:
-    """A line for the person, beside what is printed; never a failure over a closed stderr."""
     with suppress(OSError):
         sys.stderr.write(f"hpc-elastic: {one_line(text)}\n")
         sys.stderr.flush()

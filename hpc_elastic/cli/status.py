@@ -63,7 +63,6 @@ NOTE = f"RUN: {LAST_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print. Returns 0 whatever the run does: `report` has its exit code."""
     paths = run_job.find_paths(args)
     if args.forget_nodes is not None:
         try:
@@ -248,7 +247,6 @@ def status_lines(
 def status_json(
     status: RunStatus, job: JobState | None, *, seconds_left: float | None, goodput: Goodput | None = None
 ) -> dict[str, Any]:
-    """The object of docs/reference/json.md."""
     slurm: dict[str, Any] | None = None
     if job is not None:
         nodes = list(job.nodes)
@@ -270,7 +268,6 @@ def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:
 
 
 def duration(seconds: float) -> str:
-    """``3:41:20``, ``2-03:00:00``."""
     days, rest = divmod(int(max(0.0, seconds)), 86400)
     clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock:0>8}" if days else clock
@@ -344,7 +341,6 @@ def _output(output: OutputStatus, resting: float | None) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """``2 s ago``, ``0:12:00 ago``."""
     return f"{seconds:.0f} s ago" if seconds < 120 else f"{duration(seconds)} ago"
 
 

@@ -34,7 +34,6 @@ HELP = Help(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Submit, or run here. Returns 0, or with --wait, --follow and on this machine the run's exit code."""
     env = os.environ
     parsed = read_command_line(argv, subcommand="submit", help_=HELP, env=env)
     if parsed is None:

@@ -27,8 +27,7 @@ from hpc_elastic.slurm.notation import names_text
 ASK_SLURM_EVERY = 2.0
 _LOOK_AT_LOG_EVERY = 0.5
 _SETTLE = 10.0
-"""An ended job whose last attempt ended with a requeue, or has no result yet, may be on its way back into the queue,
-and a shared filesystem may show its result late: it is watched for so long. (A cancelled one is not: that is final.)"""
+"""A requeued job may be on its way back into the queue, and a shared filesystem may show its result late."""
 _MOST_REPORTS = 3
 
 
@@ -60,7 +59,6 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
     on_terminal = is_terminal(sys.stdout)
 
     def show(*, is_over: bool = False) -> float:
-        """Write what is new in the job log to stdout: on a terminal without what steers it."""
         if log is None:
             return ASK_SLURM_EVERY
         while (lines := log.read() or (log.rest() if is_over else None)) is not None:
@@ -81,7 +79,6 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
 
 
 def leave(job: JobId, paths: RunPaths) -> int:
-    """Say what becomes of a job whose follower got Ctrl-C. Returns the exit code."""
     again = f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
     if array_tasks(paths):
         again = f"hpc-elastic status {job} --watch"
@@ -104,8 +101,6 @@ def where_to_look(job: JobId, paths: RunPaths) -> str:
 
 
 class SlurmWatch:
-    """Looks for a run's end by its job, and prints what Slurm says of the job when that changes."""
-
     def __init__(self, client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock) -> None:
         self.job = job
         """The run's job now: a run may go on in a follow-on job."""
@@ -119,7 +114,6 @@ class SlurmWatch:
         self._ended_since: float | None = None
 
     def end(self) -> RunEnd | None:
-        """How the run ended, or that it never begins; None: neither is known. It may be called at any pace."""
         if self._clock.monotonic() < self._ask_at:
             return None
         self._ask_at = self._clock.monotonic() + ASK_SLURM_EVERY
@@ -142,11 +136,7 @@ class SlurmWatch:
         return None
 
     def _waive_delay(self, states: tuple[JobState, ...]) -> None:
-        """Let a requeued job begin that waits for nothing but Slurm's own delay.
-
-        The attempt that had it requeued did so as well, but Slurm begins the delay anew where that attempt's nodes took
-        long to be done with it (one of them was lost, say).
-        """
+        """Slurm begins the delay anew where the earlier attempt's nodes took long to be done with it."""
         from hpc_elastic.launch.requeue import back_off  # it brings the agent's decisions with it
 
         if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
