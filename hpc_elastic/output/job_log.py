@@ -1,9 +1,4 @@
-"""The way to the job log, which may be stuck: a bounded queue and a thread that alone writes.
-
-The agent's stdout ends in a pipe to slurmstepd and srun; when these don't read, a write blocks for as long as they
-like. Only this thread is held up then: what is over the bound is dropped, counted, and named in its place. Each
-source has its own share, so that some ranks' floods drop those ranks' lines and not another's traceback.
-"""
+"""The way to the job log, which may be stuck: a bounded queue and a thread that alone writes."""
 
 from __future__ import annotations
 
@@ -22,8 +17,6 @@ _RESERVE = 16 << 10
 
 
 class JobLogSource:
-    """One stream of lines in the job log: its prefix, and its account. Only its `JobLog` changes it."""
-
     __slots__ = ("dropped", "pending", "prefix", "unsaid")
 
     def __init__(self, prefix: str) -> None:
@@ -35,10 +28,7 @@ class JobLogSource:
 
 
 class JobLog:
-    """The one writer of a job log. Its methods don't block (but for `close` and patience); any thread may call them.
-
-    Memory: `total_bytes`, 16 KiB for each source and, for the piece that is being written, some hundred KiB.
-    """
+    """Its methods don't block (but for `close` and patience); any thread may call them."""
 
     def __init__(self, fd: int, *, total_bytes: int = 2 << 20, source_bytes: int = 512 << 10) -> None:
         """`fd` is not closed here. Blocking or not, a pipe, socket, file or terminal."""
@@ -74,11 +64,7 @@ class JobLog:
         self.write(self._own, (line.rstrip("\n") + "\n").encode("utf-8", "surrogateescape"))
 
     def write(self, source: JobLogSource, lines: bytes, *, patience: float = 0.0) -> bool:
-        """Queue whole lines (each ends with a line feed), or count them as dropped.
-
-        `patience`: seconds to wait for room, where there is none, for each 64 KiB. Returns whether there was room
-        without waiting.
-        """
+        """`patience`: seconds to wait for room, for each 64 KiB. Returns whether there was room without waiting."""
         had_room = True
         start = 0
         while start < len(lines):
@@ -111,7 +97,7 @@ class JobLog:
         return had_room
 
     def close(self, timeout: float) -> bool:
-        """Write what waits, and end. Returns whether all was written within `timeout` seconds; the rest is lost."""
+        """Returns whether all was written within `timeout` seconds; the rest is lost."""
         with self._lock:
             for source in self._sources:
                 self._queue_loss_message(source)

@@ -1,10 +1,4 @@
-"""The workers' output files, and the thread that alone writes them.
-
-A shared filesystem may hang for a minute, and a disk may be full. Neither must reach the worker's ``print``: bytes
-wait in a bounded queue. A slow disk slows the worker down in the end, as any redirection does; but where it takes less
-than 1 MiB/s, after `PATIENCE_S` at most, or refuses, bytes are counted as lost, and the file says so in their place as
-soon as it can be written again.
-"""
+"""The workers' output files, and the thread that alone writes them: a hung or full disk must not reach a ``print``."""
 
 from __future__ import annotations
 
@@ -54,10 +48,7 @@ class LogFile:
         times: StreamTimes | None = None,
         makes_empty: bool = True,
     ) -> None:
-        """`on_loss`: so many bytes will never be in it, and why; it is called from any thread.
-
-        With `makes_empty` a worker that prints nothing gets an empty file.
-        """
+        """`on_loss`: so many bytes will never be in it, and why; it is called from any thread."""
         self.path = path
         self.pending = 0
         self.skipped = 0
@@ -80,10 +71,7 @@ class LogFile:
         self._on_end = on_end
 
     def write(self, data: bytes, *, now: float, at_us: int = 0) -> None:
-        """Write all of `data`, or count what could not be written. Blocks as long as the disk does.
-
-        `now`: seconds, monotonic; `at_us`: when it was printed, by the wall clock, microseconds; 0: unknown.
-        """
+        """Blocks as long as the disk does. `now`: seconds, monotonic; `at_us`: when it was printed; 0: unknown."""
         if self.failure is not None and now < self._retry_at:
             self._lose(data)
             return
@@ -119,7 +107,6 @@ class LogFile:
         return self._recent.at_us(self._total - before_end) * 1000
 
     def skip(self, count: int) -> None:
-        """Note `count` bytes that were given up, and counted, before they came here."""
         self._unsaid += count
 
     def _lose(self, data: bytes) -> None:
@@ -157,8 +144,7 @@ class LogFile:
         return end if end > done else len(data)
 
     def _rotate(self, limit: PieceLimit, now: float) -> None:
-        """Begin the next piece, and remove what is too many. What can't be renamed is written on: rather too large than
-        lost."""
+        """What can't be renamed is written on: rather too large than lost."""
         try:
             if self._pieces is None:
                 self._pieces = find_pieces(self.path)
@@ -195,10 +181,7 @@ class LogFile:
 
 
 def _open_for_append(path: Path) -> int:
-    """Open our own file for writing at its end, making it and its folders (of ours) where they are missing.
-
-    Not O_APPEND, which loses records on some network filesystems: there is one writer.
-    """
+    """Not O_APPEND, which loses records on some network filesystems: there is one writer."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would block the open
     try:
         return os.open(path, flags | os.O_EXCL, 0o600)
@@ -292,7 +275,6 @@ class FileWriter:
             self._put(file, data, at_us)
 
     def skip(self, file: LogFile, count: int) -> None:
-        """Give up `count` bytes of a stream whose file hangs. The file will say so in their place."""
         with self._changed:
             file.skipped += count
             self.lost += count
@@ -303,7 +285,6 @@ class FileWriter:
             self._put(file, None)
 
     def close(self, timeout: float) -> bool:
-        """Write what waits, and end. Returns whether all was written within `timeout` seconds."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

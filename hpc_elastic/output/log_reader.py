@@ -1,10 +1,4 @@
-"""Reading outputs that may grow, be rotated (`log_pieces`), be missing, or hold a gigabyte without a line end.
-
-`OutputReader` reads one file. `FollowedFiles` looks at many, not by inotify, which shows nothing of what other hosts
-write: four times a second at one that grows, down to every two seconds at others, 200 times a second at most in all.
-No descriptor stays open between two reads: a large run has more files than a process may open, and an NFS client asks
-the server for news when a file is opened.
-"""
+"""Reading outputs that may grow, be rotated (`log_pieces`), be missing, or hold a gigabyte without a line end."""
 
 from __future__ import annotations
 
@@ -52,10 +46,7 @@ class OutputReader:
     """The lines of one output, in order; what is not there yet comes with a later call."""
 
     def __init__(self, path: Path, *, at: Place | None = None, chunk: int = CHUNK) -> None:
-        """`path` is that of the piece that is being written; nothing need be there.
-
-        It begins at `at`; None: with the first piece that is there. `chunk`: bytes to read at once.
-        """
+        """It begins at `at`; None: with the first piece that is there. `chunk`: bytes to read at once."""
         self.path = path
         self._chunk = max(_SMALLEST_CHUNK, chunk)
         self._number: int | None = at.piece if at is not None else None
@@ -175,11 +166,7 @@ def chunk_for(files: int) -> int:
 
 
 def last_lines_place(path: Path, count: int) -> Place:
-    """The place of the last `count` lines of an output, which a line without an end is one of. Only its end is read.
-
-    Raises:
-        OSError: nothing is there that can be read.
-    """
+    """A line without an end is one, too. Raises OSError: nothing is there that can be read."""
     numbers = _pieces(path)
     current = numbers[-1] + 1 if numbers else 0
     # Pieces that lie before a gap do not belong to its end.
@@ -270,10 +257,7 @@ class _Followed(Generic[T]):
 
 class FollowedFiles(Generic[K, T]):
     def __init__(self, find: Callable[[], None], *, clock: Clock, partial: bool = True) -> None:
-        """`find` is called now and then to `add` the files that are there.
-
-        With `partial`, lines without an end are shown too, after a while.
-        """
+        """`find` is called now and then to `add` the files that are there."""
         self._find = find
         self._clock = clock
         self._partial = partial
@@ -306,7 +290,6 @@ class FollowedFiles(Generic[K, T]):
                     yield key, part
 
     def rests(self) -> Iterator[tuple[K, T]]:
-        """Lines that have begun, at the end of it all."""
         for key, file in self._files.items():
             rest = file.reader.rest()
             if rest is not None:

@@ -1,8 +1,4 @@
-"""The outputs of a run's ranks: which there are, when each line was printed, and many of them as one in that order.
-
-The agents note in each round what was printed when (`log_times`); with the clocks' offsets these times stand on one
-clock. Memory is bounded, whatever the size of the outputs.
-"""
+"""The outputs of a run's ranks: which there are, when each line was printed, and many of them as one in that order."""
 
 from __future__ import annotations
 
@@ -69,7 +65,6 @@ def streams_of(
 
 
 def read_layouts(attempt: AttemptPaths) -> dict[int, RoundLayout]:
-    """Round → which rank ran where, from the events. Rounds without such events are missing."""
     nodes: dict[int, dict[int, int]] = {}
     sizes: dict[int, int] = {}
     hosts: dict[int, str] = {}
@@ -98,8 +93,6 @@ _END = 64 << 10
 
 
 class StreamMarks(Struct):
-    """One stream's entries, by place; times never go back."""
-
     _pieces: dict[int, tuple[array[int], array[int]]] = field(default_factory=dict)
     _newest: int = -1
     _ends: tuple[array[int], array[int]] = field(default_factory=lambda: (array("q"), array("q")))
@@ -238,11 +231,7 @@ def merged(
     is_over: bool = True,
     window: tuple[int, int] | None = None,
 ) -> Iterator[StreamPiece]:
-    """Everything that the outputs hold from where their readers stand, in time order.
-
-    Streams without any time come last, one after the other. With `is_over` nothing more will come: a line without its
-    end is one too. `window`: only what was printed from then to then, microseconds; what has no time is there too.
-    """
+    """Streams without any time come last. `is_over`: a line without its end is one too. `window`: microseconds."""
 
     def pieces(stream: LogStream) -> Iterator[StreamPiece]:
         reader, times = readers[stream], marks.of(stream.rank, stream.stream)
@@ -266,7 +255,6 @@ def _place(stream: LogStream) -> tuple[int, int]:
 def readers_of(
     streams: Sequence[LogStream], begin: Callable[[LogStream], Place | None] = lambda stream: None
 ) -> dict[LogStream, OutputReader]:
-    """Readers that start where `begin` says; None, or where it raises an OSError: at the beginning."""
     readers = {}
     for one in streams:
         try:
@@ -284,10 +272,7 @@ def readers_of_last(streams: Sequence[LogStream], count: int) -> dict[LogStream,
 def readers_around(
     streams: Sequence[LogStream], marks: RoundMarks, *, since_us: int, without_times: int
 ) -> dict[LogStream, OutputReader]:
-    """Readers that begin shortly before a moment, found by the times that were kept.
-
-    `without_times`: lines at the end of an output that has no times: a failure is near a round's end.
-    """
+    """`without_times`: lines at the end of an output that has no times: a failure is near a round's end."""
 
     def begin(one: LogStream) -> Place | None:
         times = marks.of(one.rank, one.stream)
@@ -336,10 +321,7 @@ def last_of(pieces: Iterable[StreamPiece], count: int) -> list[StreamPiece]:
 def nearest_lines(
     pieces: Iterable[StreamPiece], *, at_us: int, count: int, ended: int | None = None
 ) -> tuple[list[StreamPiece], list[StreamPiece]]:
-    """The last `count` lines of each output before a moment, and the first `count` after it, each in time order.
-
-    `ended`: the rank that ended at that moment: what it printed was before it, also where its agent read it later.
-    """
+    """`ended`: the rank that ended at that moment: what it printed was before it."""
     before: dict[LogStream, _LastLines] = {}
     after: list[StreamPiece] = []
     left: dict[LogStream, int] = {}

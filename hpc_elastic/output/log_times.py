@@ -42,10 +42,7 @@ def times_node(name: str) -> int | None:
 
 
 def read_marks(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """The entries of a file, in its order: rank, stream, piece, offset and microseconds. A large run has millions.
-
-    Torn and foreign lines are left out, and all of another version.
-    """
+    """Rank, stream, piece, offset, microseconds. Torn and foreign lines are left out, and all of another version."""
     if not raw.startswith(HEADER):
         return
     body = raw[len(HEADER) : raw.rfind(b"\n") + 1]
@@ -127,7 +124,6 @@ class TimesFile:
         """The last write was cut short: the next one begins on a line of its own."""
 
     def stream(self, rank: int, number: int) -> StreamTimes:
-        """One stream's part; it is to be released."""
         with self._lock:
             self._users += 1
         return StreamTimes(self, rank, number)

@@ -1,9 +1,4 @@
-"""The workers' output that was lost, whose, and why: reported once per episode, not once per line.
-
-An episode begins with the first byte that a file does not get, which is logged at once, and ends when nothing has been
-lost for `QUIET_S`; then it is summed up. What the job log could not keep up with is reported there in its place, by
-`job_log`; here it is counted for the event.
-"""
+"""The workers' output that was lost, whose, and why: reported once per episode, not once per line."""
 
 from __future__ import annotations
 
@@ -25,8 +20,6 @@ _MOST_STREAMS = 100
 
 
 class StreamAccount:
-    """One stream's losses that no episode has reported yet. Only its `LossBook` changes it."""
-
     __slots__ = ("has_ended", "lost", "path", "rank", "reported", "source", "stream")
 
     def __init__(self, *, rank: int, stream: str, path: Path, source: JobLogSource | None) -> None:
@@ -71,7 +64,6 @@ class LossBook:
         self._reason = ""
 
     def open(self, account: StreamAccount) -> StreamAccount:
-        """Keep `account` until it has ended and its losses are reported."""
         with self._lock:
             self._accounts.add(account)
         return account

@@ -58,8 +58,6 @@ _F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
 
 
 class WorkerOutput:
-    """A worker's output beside its files, once all of it is drained."""
-
     def __init__(self, stderr: LogFile) -> None:
         self._stderr = stderr
 
@@ -73,10 +71,7 @@ class WorkerOutput:
         return self._stderr.kept
 
     def printed_ns(self, before_end: int) -> int:
-        """The wall-clock time at which the byte so many bytes before the end of stderr.log was printed; 0: not known.
-
-        It was printed at that time or after it, by 10 ms at most, and was read up to 20 ms late.
-        """
+        """It was printed at that time or after it, by 10 ms at most, and was read up to 20 ms late. 0: not known."""
         return self._stderr.printed_ns(before_end)
 
 
@@ -89,7 +84,6 @@ class HeldEnd(Struct):
     show: Callable[[bytes], object]
 
     def add(self, lines: bytes) -> bytes:
-        """Returns what is too much to be held, or nothing."""
         self.text += lines
         text, self.text = (self.text, b"") if len(self.text) > _HELD_BYTES else (b"", self.text)
         return text
@@ -149,15 +143,7 @@ class LogPump:
         node: int | None = None,
         duplicate_filters: Mapping[Std, Sequence[str]] | None = None,
     ) -> None:
-        """
-        Args:
-            host: For the prefix ``[host:rank] ``.
-            clock: For waits, and to distinguish a slow disk from a hung one.
-            job_log: It is not closed here.
-            limit: When the workers' files are rotated; None: never.
-            node: Whose times are kept beside the ranks' folders (`log_times`); None: nobody's.
-            duplicate_filters: Stream → texts: shown lines with one of them go to a file ``filtered_…`` of their own.
-        """
+        """`clock`: for waits; `node`: whose times are kept beside the ranks' folders; None: nobody's."""
         self._host = host
         self._clock = clock
         self._job_log = job_log
@@ -186,10 +172,7 @@ class LogPump:
         self._thread.start()
 
     def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> WorkerOutput:
-        """Take over a worker's output pipes: into files, and of the streams that are `shown` into the job log too.
-
-        The files and their folder are made as needed, for our user alone.
-        """
+        """The files and their folder are made as needed, for our user alone."""
         pid, left = worker.pid, [STDOUT, STDERR]
         ended = self._outputs[pid] = threading.Event()
 
@@ -229,11 +212,7 @@ class LogPump:
         return WorkerOutput(file)  # of the last of the two: stderr
 
     def drained(self, pid: int, timeout: float) -> bool:
-        """Wait until all output of the worker `pid` is in its files, or is known to be lost.
-
-        A descendant that it left behind may hold the pipes open as long as it runs. Returns whether it is so within
-        `timeout` seconds; True for a worker that was never added.
-        """
+        """A descendant of the worker may hold the pipes open as long as it runs. True: all is in its files, or lost."""
         ended = self._outputs.get(pid)
         if ended is None:
             return True
@@ -244,22 +223,14 @@ class LogPump:
         return pid in self._held
 
     def take_held(self, pid: int) -> HeldEnd | None:
-        """The traceback that ended the worker `pid`, to be shown as the caller thinks fit; None where there is none.
-
-        It is shown as it came where nobody asks for it within a minute. To be called when its output is drained.
-        """
+        """It is shown as it came where nobody asks for it within a minute. To be called when its output is drained."""
         return self._held.pop(pid, None)
 
     def take_losses(self) -> OutputLost | None:
-        """The last episode of losses, where it has ended: ask every few seconds, and after `close`."""
         return self._losses.settle(final=self._is_closed)
 
     def close(self, timeout: float) -> bool:
-        """Move what is in the pipes now, write it out, and end. `take_losses` says what was lost, in the job log too.
-
-        A hung disk is left to itself after `timeout` seconds for all of it. Returns whether everything is in the files,
-        but for what was said to be lost.
-        """
+        """A hung disk is left to itself after `timeout` seconds. Returns whether everything is in the files."""
         deadline = self._clock.monotonic() + timeout
         self._close_by = self._clock.monotonic() + timeout / 2
         self._hurry.set()

@@ -1,10 +1,4 @@
-"""Makes what workers print fit for a log that many of them share, and for the terminal that shows it. Pure.
-
-Colours stay, and end with their line. Whatever else steers a terminal (cursor movements, titles, bells, other character
-sets) is taken out: on a terminal it would draw over another rank's lines. A progress bar that redraws itself with
-carriage returns, or several that move the cursor up (tqdm with positions, rich: `Screen`), appear as their latest state
-whenever they are flushed (`LineSplitter`). The per-rank files hold every byte as it came.
-"""
+"""Makes what workers print fit for a log that many of them share, and for the terminal that shows it. Pure."""
 
 from __future__ import annotations
 
@@ -108,11 +102,7 @@ def harmless(lines: bytes) -> bytes:
 
 
 def one_line(text: str) -> str:
-    """Text of any origin for one line of a terminal: what does not print becomes a space.
-
-    All that the subcommands write for people goes through here, but for what workers printed (`harmless`) and the
-    report, which cleans what it quotes.
-    """
+    """What does not print becomes a space: for all that is printed for people but `harmless` output and the report."""
     return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -141,7 +131,6 @@ class Screen:
         """The cursor went up since this was last set to False: the screen is still needed."""
 
     def feed(self, data: bytes) -> bytes:
-        """Draw. Returns rows that have left the screen at its top, as lines (mostly none)."""
         at = 0
         for step in _STEP.finditer(data):
             if step.start() > at:
@@ -253,7 +242,6 @@ class LineSplitter:
         return bool(self._tail) or self._screen is not None
 
     def feed(self, data: bytes) -> bytes:
-        """Take the next bytes; returns whole lines, each with its line feed (possibly none)."""
         if self._screen is None and b"\x1b" in data and len(data) <= _SCREENFUL and CURSOR_UP.search(self._tail + data):
             self._screen, self._tail, data = Screen(), b"", self._tail + data
         if self._screen is not None:
@@ -277,11 +265,7 @@ class LineSplitter:
         return whole
 
     def flush(self, *, again: bool = True, final: bool = False) -> bytes:
-        """The line that has begun, as a line (possibly none), or what changed of the lines that are drawn over.
-
-        With `again`, later states of what was shown already, too; with `final`, also what may be half a character or
-        escape sequence.
-        """
+        """`final`: also what may be half a character or escape sequence."""
         if self._screen is not None:
             printed = self._screen.take(again=again or final)
             if final or (again and not self._screen.has_moved):
@@ -321,5 +305,4 @@ def _as_a_terminal(text: bytes) -> tuple[bytes, bytes]:
 
 
 def with_prefix(lines: bytes, prefix: bytes) -> bytes:
-    """Put `prefix` before every line of `lines`, which is empty or ends with a line feed."""
     return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n" if lines else b""
