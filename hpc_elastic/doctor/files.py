@@ -17,12 +17,9 @@ from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.launch.run_directory import why_not_shared
 
 _LEAST_FREE = {"runs": 1 << 30, "home": 1 << 20, "tmp": 1 << 27, "shm": 256 << 20}
-"""Bytes."""
 
 
 class FileFacts(Struct, frozen=True, kw_only=True):
-    """One node's facts. Seconds by its own clock."""
-
     rooms: Mapping[str, RoomFacts] = field(default_factory=dict)
     """``runs``, ``home``, ``tmp`` and ``shm``."""
     filesystem: str = ""

@@ -20,7 +20,6 @@ class Severity(str, Enum):
 
 class DoctorFinding(Struct, frozen=True, kw_only=True):
     check: str
-    """Its name, such as ``slurm.requeue``."""
     level: Severity
     found: str
     means: str = ""
@@ -49,7 +48,6 @@ def problem_unless(is_fine: bool, check: str, found: str, means: str, way_out: s
 
 
 def fold(found: Sequence[tuple[str, DoctorFinding]]) -> list[DoctorFinding]:
-    """Merge the nodes' findings that say the same into one line that names the nodes; the order is kept."""
     lines: dict[tuple[str, Severity, str], list[tuple[str, DoctorFinding]]] = {}
     for node, finding in found:
         lines.setdefault((finding.check, finding.level, finding.means), []).append((node, finding))

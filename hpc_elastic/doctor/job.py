@@ -30,8 +30,6 @@ class JobMemoryFacts(Struct, frozen=True, kw_only=True):
 
 
 class NoticeFacts(Struct, frozen=True, kw_only=True):
-    """How a signal to the batch script reaches the workers."""
-
     seconds: float | None = None
     """Seconds from the request, or from the last wait for the others before it, to the worker's notice, if it came."""
     error: str = ""
@@ -46,7 +44,6 @@ def probe_memory(site: ProbeSite) -> JobMemoryFacts | None:
 
 
 def probe_notice(site: ProbeSite) -> NoticeFacts | None:
-    """Ask Slurm to signal the batch script, as at the time limit, and wait for the notice; None without a Slurm job."""
     if not in_job(site.env):
         return None
     site.barrier("before-notice", seconds=_SLOWEST_SECONDS)

@@ -1,9 +1,4 @@
-"""The network between the nodes: addresses, clocks and bandwidth. The probes, and their judges.
-
-Each node connects to every address of every other, which answers with its wall clock. To measure the bandwidth it
-exchanges data with up to three others, one after the other, by a process of the workers' interpreter
-(`hpc_elastic.pytorch.link_probe`).
-"""
+"""The network between the nodes: addresses, clocks and bandwidth. The probes, and their judges."""
 
 from __future__ import annotations
 
@@ -57,7 +52,6 @@ class Transfer(Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     """None: it failed."""
     bytes: int = 0
-    """Size in each direction."""
     why: str = ""
 
 
@@ -70,8 +64,6 @@ class NetworkFacts(Struct, frozen=True, kw_only=True):
 
 
 class BandwidthFacts(Struct, frozen=True, kw_only=True):
-    """One node's exchanges by ``nccl``, ``gloo`` or ``tcp``."""
-
     transfers: tuple[Transfer, ...] = ()
     backend: str = ""
 
@@ -97,7 +89,6 @@ def _own_addresses(site: ProbeSite) -> tuple[str, ...]:
 
 
 def probe_network(site: ProbeSite) -> NetworkFacts:
-    """Connect to each address. All nodes do so at the same time."""
     addresses = _own_addresses(site)
     master, port = site.env.get("MASTER_ADDR", ""), int(site.env.get("MASTER_PORT", "0"))
     listeners = [socket.create_server(("0.0.0.0", 0), backlog=128)]
@@ -146,17 +137,13 @@ def _connect(node: str, address: str, port: int) -> Reached:
 
 
 def partners_of(rank: int, count: int) -> list[int | None]:
-    """The partner of a node in each round; None: it pauses.
-
-    In a round the ranks of a pair add up to one odd number, modulo `count`: no two rounds have a pair in common.
-    """
+    """In a round the ranks of a pair add up to one odd number, modulo `count`: no two rounds have a pair in common."""
     rounds = min(_PARTNERS, count if count % 2 else count // 2)
     partners = [(2 * number + 1 - rank) % count for number in range(rounds)]
     return [None if partner == rank else partner for partner in partners]
 
 
 def probe_bandwidth(site: ProbeSite) -> BandwidthFacts | None:
-    """Exchange data with other nodes; None for a single node."""
     if site.world_size < 2:
         return None
         # From here the workers' interpreter in a container can't be started: then without torch.
@@ -173,10 +160,7 @@ def probe_bandwidth(site: ProbeSite) -> BandwidthFacts | None:
 
 
 def exchange_data(site: ProbeSite, control: socket.socket) -> BandwidthFacts:
-    """Exchange data with one partner after the other, by the process at the other end of `control`.
-
-    Raises OSError: that process is not ready in time.
-    """
+    """Raises OSError: the process at the other end of `control` is not ready in time."""
     ready = _receive(control, _READY_SECONDS)
     shown = {"node": site.node, "token": os.urandom(16).hex(), "addresses": list(_own_addresses(site))}
     own = codec.readable(LinkEnd, {**ready, **shown}) if ready else None
@@ -205,7 +189,6 @@ def exchange_data(site: ProbeSite, control: socket.socket) -> BandwidthFacts:
 
 
 def _receive(control: socket.socket, seconds: float) -> dict[str, Any]:
-    """An answer; empty without one."""
     control.settimeout(seconds)
     try:
         found = json.loads(control.recv(1 << 16))
@@ -278,7 +261,6 @@ def _clocks(facts: Mapping[str, NetworkFacts]) -> DoctorFinding:
 
 
 def judge_bandwidth(facts: Mapping[str, BandwidthFacts]) -> Iterator[DoctorFinding]:
-    """Judge the pairs that fail, and the nodes that are slow with each that they tried."""
     done = [(node, one) for node, own in facts.items() for one in own.transfers]
     if not done:
         return

@@ -1,7 +1,4 @@
-"""The doctor's own job: its run, its worker on each node, the facts that these write, and their judgement.
-
-The worker uses doctor's own interpreter, as the agents do; the workers' interpreter is probed in a process of its own.
-"""
+"""The doctor's own job: its run, its worker on each node, the facts that these write, and their judgement."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ TAKEN = frozenset(
         *("grace", "shutdown_timeout"),
     )
 )
-"""`Option.dest` of the options of ``submit`` that it takes, for its job or to compare with; ``--nodes`` is its own: a
-file's is meant for runs."""
+"""`Option.dest` of the options of ``submit`` that it takes."""
 PARTS: Mapping[str, tuple[Callable[[ProbeSite], Any], float]] = {
     "memory": (job.probe_memory, 60.0),
     "files": (files.probe_files, 240.0),
@@ -66,8 +62,6 @@ PARTS: Mapping[str, tuple[Callable[[ProbeSite], Any], float]] = {
 
 
 class ProbedNode(Struct, kw_only=True):
-    """One node's facts. A part is None where its probe failed, or was not reached."""
-
     node: str
     rank: int = 0
     files: FileFacts | None = None
@@ -84,8 +78,6 @@ class ProbedNode(Struct, kw_only=True):
 
 
 class ProbeJob(Struct, frozen=True, kw_only=True):
-    """A planned run with one probe on each node."""
-
     spec: RunSpec
     runs_dir: Path
     """A folder below the one for runs, so that `hpc-elastic list` does not show it."""
@@ -104,7 +96,6 @@ def _folder(paths: RunPaths) -> Path:
 
 
 def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJob:
-    """Plan the job for the options in `TAKEN`; `cluster` is ``slurm`` or ``local``."""
     # Not this interpreter's name alone: --setup would put its own interpreter in that place.
     command = ("/usr/bin/env", *module_command("hpc_elastic.doctor.node_job", "main"))
     values = {
@@ -141,7 +132,6 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
 
 
 def probe_node(site: ProbeSite) -> ProbedNode:
-    """Measure all parts, one after the other, and write the facts before each, and at the end."""
     facts, path = ProbedNode(node=site.node, rank=site.rank), site.folder / f"{site.node}{_ENDING}"
     for name, (probe, seconds) in PARTS.items():
         print(f"doctor: {name}", flush=True)
@@ -228,10 +218,7 @@ def unfinished(nodes: Sequence[str], facts: Mapping[str, ProbedNode]) -> dict[st
 def judge_nodes(
     nodes: Sequence[str], facts: Mapping[str, ProbedNode], *, why: str = "", container: Container | None = None
 ) -> list[DoctorFinding]:
-    """Judge the facts of the job's nodes. `why` is the reason for missing facts, or how the job ended.
-
-    `container` is the workers' image; None: they run on the host.
-    """
+    """`why` is the reason for missing facts, or how the job ended; `container` is the workers' image."""
 
     def part(name: str) -> dict[str, Any]:
         return {node: found for node, each in facts.items() if (found := getattr(each, name)) is not None}

@@ -1,7 +1,4 @@
-"""A node's place among the probes: its rank, the folder that all nodes see, and how they exchange values.
-
-Values are exchanged through files of the run's own store, the only way that is known to work on all filesystems.
-"""
+"""A node's place among the probes, which exchange values by files of the run's own store."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ class ProbeSite(Struct, kw_only=True):
     stop: threading.Event = field(default_factory=threading.Event)
 
     def gather(self, name: str, value: str = "1", *, seconds: float = 60.0) -> dict[int, str]:
-        """Give `value`, not empty, to all, and wait for theirs. A `name` is used once.
-
-        Returns the values by rank; a rank that did not come in `seconds` is missing.
-        """
+        """A `name` is used once. A rank that did not come in `seconds` is missing from the answer."""
         self.store.put_if_absent(f"{name}/{self.rank:05d}", value)
         deadline = self.clock.monotonic() + seconds
         found: dict[int, str] = {}

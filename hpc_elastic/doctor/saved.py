@@ -35,10 +35,7 @@ _OF_THE_SITE = ("slurm.", "partition", "gpu.", "network.", "nodes.memory", "node
 
 
 def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool = False) -> Path:
-    """Save the findings for this account; or those that do not depend on the account, for all users of the site.
-
-    Raises UsageError or OSError: there is no such folder, or it refuses.
-    """
+    """Raises UsageError or OSError: there is no such folder, or it refuses."""
     if not for_site:
         path = make_account_folder("doctor", env) / _NAME
         codec.save(path, kept)
@@ -60,10 +57,7 @@ def _site_file(env: Mapping[str, str]) -> Path | None:
 
 
 def saved_notes(env: Mapping[str, str], **run: Any) -> list[str]:
-    """One line for each saved problem, and for each new one that follows for a run with these fields of `SlurmFacts`.
-
-    The site's file comes first, then this account's, both found by `env`.
-    """
+    """The site's problems come first, then this account's, then new ones for a run with these fields."""
     notes: dict[str, str] = {}
     folder = account_folder("doctor", env)
     for path in (_site_file(env), folder and folder / _NAME):

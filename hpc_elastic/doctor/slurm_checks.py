@@ -1,7 +1,4 @@
-"""The meaning of a site's Slurm for a run: its settings, and the nodes, time, notice and jobs of this account.
-
-All but `ask_slurm` is pure.
-"""
+"""The meaning of a site's Slurm for a run: its settings, and the nodes, time, notice and jobs of this account."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class SlurmFacts(Struct, frozen=True, kw_only=True):
     config_seconds: float = 0.0
     error: str = ""
     is_missing: bool = False
-    """There is no Slurm on this machine."""
     partitions: str = ""
     """``scontrol show partition``."""
     associations: str | None = None
@@ -156,7 +152,6 @@ def _settings(facts: SlurmFacts) -> Iterator[DoctorFinding]:
 
 
 def check_allocation(facts: SlurmFacts) -> Iterator[DoctorFinding]:
-    """The findings about a job of this account in its partition, in the order of the lines."""
     rows = [
         row
         for row in _rows(facts.associations or "", _ASSOCIATION_FIELDS)
@@ -226,7 +221,6 @@ def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> DoctorFinding:
 
 
 def _limits(rows: Sequence[Row], qos: Row, nodes: int) -> DoctorFinding:
-    """Judge the number and the size of jobs, by the account and its QOS."""
     # Which of several accounts the job is for is unknown here: the largest counts.
     most = min(
         max((_node_limit(row.get("MaxTRES", "")) for row in rows), default=math.inf),
@@ -252,7 +246,6 @@ def _largest(rows: Sequence[Row], name: str) -> int | None:
 
 
 def _node_limit(tres: str) -> float:
-    """The nodes in ``cpu=8,node=2``."""
     found = dict(part.partition("=")[::2] for part in tres.split(","))
     return int(found["node"]) if found.get("node", "").isdigit() else math.inf
 

@@ -1,8 +1,4 @@
-"""A node's software and GPUs: the workers' interpreter, torch, and NVML's view. The probes, and their judges.
-
-Parts that may hang or crash run in a process of their own: the interpreter (on the host or in its container, by the
-command line with which an agent starts a worker there) and NVML.
-"""
+"""A node's software and GPUs: the workers' interpreter, torch, and NVML's view. The probes, and their judges."""
 
 from __future__ import annotations
 
@@ -52,10 +48,8 @@ class PythonFacts(Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why it (or its container) does not start."""
     torch: str = ""
-    """The version of torch, if its import works."""
     torch_error: str = ""
     seconds: float = 0.0
-    """Duration of ``import torch``."""
 
 
 class GpusFacts(Struct, frozen=True, kw_only=True):
@@ -65,11 +59,9 @@ class GpusFacts(Struct, frozen=True, kw_only=True):
     given: int | None = None
     """How many Slurm gave; None: there is no Slurm."""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES."""
 
 
 def probe_python(site: ProbeSite) -> PythonFacts | None:
-    """Start the workers' interpreter on this node, on all nodes at once, as those of a run do."""
     site.barrier("python")
     return look_at_python(site.settings.python, site.env, cwd=os.getcwd(), container=site.settings.container)
 
@@ -77,10 +69,7 @@ def probe_python(site: ProbeSite) -> PythonFacts | None:
 def look_at_python(
     python: str, env: Mapping[str, str], *, cwd: str, container: Container | None = None, limit: float = IMPORT_SECONDS
 ) -> PythonFacts | None:
-    """Start an interpreter and import torch; None: it is in an image that only Pyxis starts, in a step.
-
-    `python` is a path, or a name in PATH; with a `container` that of its image. `limit` is in seconds.
-    """
+    """None: it is in an image that only Pyxis starts, in a step. `python`: a path, or a name in PATH, of the image."""
     if container is not None and container.image.runtime is Runtime.PYXIS:
         return None
     argv, environ = source_command(python, _LOOK), source_environment(env)
@@ -127,10 +116,7 @@ def probe_gpus(site: ProbeSite) -> GpusFacts:
 def judge_pythons(
     pythons: Mapping[str, PythonFacts], container: Container | None, *, of: str = "nodes"
 ) -> Iterator[DoctorFinding]:
-    """Judge whether the workers' interpreter starts on each host, with the same torch.
-
-    `of` is ``nodes``; or ``software`` for this host alone, which may lack what the nodes have.
-    """
+    """`of` is ``nodes``; or ``software`` for this host alone, which may lack what the nodes have."""
     check = f"{of}.{'python' if container is None else 'container'}"
     where = f"{container.image}: " if container is not None else ""
     failed = {node: python.error for node, python in pythons.items() if python.error}
