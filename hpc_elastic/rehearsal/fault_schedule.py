@@ -45,8 +45,6 @@ def why_never(kind: Kind, spec: RunSpec, course: LossCurve, folder: Path) -> str
 
 
 class Disturbance:
-    """One run, not started yet or just now, and the faults that are injected into it."""
-
     def __init__(self, run: LiveRun, course: LossCurve, *, report: Callable[[str], None]) -> None:
         self._run = run
         self._course = course
@@ -55,7 +53,6 @@ class Disturbance:
         self.skipped: dict[str, str] = {}
         """Name of a fault that was not done → why."""
         self.why = ""
-        """Why the run did not complete."""
         self._pending: InjectionSeen | None = None
         """The last fault, until the run trains again."""
         self._undo_at: float | None = None
@@ -66,7 +63,6 @@ class Disturbance:
         """How many steps of the undisturbed run come before the next fault."""
 
     def go(self, waiting: list[PlannedFault]) -> None:
-        """Inject the faults, and take each out of `waiting`, until the run is over or stuck."""
         self._waiting = waiting
         gap = max(1, len(self._course) // (len(waiting) + 3))  # the last one has an effect, too
         self._next_step = gap
@@ -152,7 +148,6 @@ class Disturbance:
         self._report(f"  {fault}{f': {what}' if what else ''}")
 
     def _inject(self, fault: PlannedFault) -> tuple[float, str, float]:
-        """Inject it now. Returns its time, its target, and its duration."""
         kind = fault.kind
         if kind == SAVING_KILLED:
             return self._kill_while_saving()
@@ -196,11 +191,7 @@ def estimate(course: LossCurve, faults: int, restarts: Sequence[float], *, done:
 
 
 def take_all_space(path: Path) -> None:
-    """Let this file take all free space on its filesystem, to the last block.
-
-    Called repeatedly while the disk has to be full: a script that begins a file again gives its blocks back, and on a
-    disk of many users others take them before it writes.
-    """
+    """Called repeatedly while the disk has to be full: freed blocks come back."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         most, block = 1 << 26, os.fstatvfs(fd).f_frsize

@@ -36,7 +36,6 @@ NODE_KILLED = Kind(name="kill-node", title="all processes of a node killed", nee
 NOTICE = Kind(name="notice", title="notice of the job's end, then the end", gives_notice=True)
 DISK_FULL = Kind(name="disk-full", title="disk of the runs directory full", need=Need.SMALL_DISK, restarts=False)
 KINDS = (WORKER_KILLED, SAVING_KILLED, NOTICE, WORKER_EXCEPTION, NODE_KILLED, DISK_FULL)
-"""The order of injection."""
 QUICK = (WORKER_KILLED, SAVING_KILLED, NOTICE)
 """Those that find most: state that is not restored, a checkpoint that a kill spoils, progress that a requeue loses."""
 

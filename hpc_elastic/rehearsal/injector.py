@@ -1,9 +1,4 @@
-"""Reaches the processes of a run: signals them, and stops them while they write a checkpoint.
-
-`Injector` works on its own machine. `RemoteInjector` does the same on a node of a Slurm job: each request is a step of
-its own beside the agents', which prints an answer. The owner of a job may start a step in it at any time (``srun
---overlap``). That process has no mark of the run, so that faults don't hit it.
-"""
+"""Reaches the processes of a run: signals them, and stops them while they write a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,27 +41,19 @@ class NotNow(Exception):
 
 
 class Injector:
-    """Injects faults into the processes of the run `uid` on this machine. For one thread."""
-
     def __init__(self, uid: str, folders: Sequence[Path]) -> None:
         self._uid = uid
         self._folders = [Path(os.path.realpath(folder)) for folder in folders]
 
     def processes(self, key: str = "", *, names: Sequence[str] = (NODE_TAG_VARIABLE, TAG_VARIABLE)) -> list[Proc]:
-        """All processes of the run but its supervisor: agents, guardians, workers; or those of the node `key`.
-
-        `names` are the variables that mark them (`tree.node_key`); TAG_VARIABLE alone: workers and their children.
-        """
+        """`names`: the variables that mark them (`tree.node_key`); TAG_VARIABLE alone: workers and their children."""
         mark = f"{self._uid}:{key and f'{key}:'}"
         return tree.own_processes_where(
             lambda _, environ: any(f"{environ.get(name) or ''}:".startswith(mark) for name in names)
         )
 
     def signal(self, pid: int, number: int) -> float:
-        """Signal a process of the run. Returns when, by this machine's wall clock.
-
-        Raises NotNow: it is gone, or has no handler for a signal beyond the usual ones.
-        """
+        """Returns when, by this machine's wall clock. Raises NotNow: it is gone, or has no handler for the signal."""
         proc = next((proc for proc in self.processes() if proc.pid == pid), None)
         if proc is None:
             raise NotNow(f"process {pid} is gone")
@@ -82,12 +69,7 @@ class Injector:
         return signal_all(self.processes(key), number)
 
     def kill_in_save(self, names: FileNames, seconds: float) -> tuple[float, str]:
-        """Kill the workers while one of them has a checkpoint open for writing. Returns when, and the file's name.
-
-        The kernel reports each write. The slow part happens while the workers are stopped: on a busy machine, too, no
-        file is opened and closed unseen meanwhile. It tries for `seconds`. Raises NotNow: no worker was caught so, or
-        the kernel refuses to report writes.
-        """
+        """While the workers are stopped no file is opened and closed unseen. Raises NotNow."""
         files, until = SavedFiles(self._folders, names), time.monotonic() + seconds
         writes, workers, before = _Writes(self._folders), self.processes(names=(TAG_VARIABLE,)), None
         try:
@@ -150,7 +132,6 @@ class _Writes:
 
 
 def signal_all(processes: Sequence[Proc], number: int) -> float:
-    """Signal each process that has not ended meanwhile. Returns when."""
     now = time.time()
     for proc in processes:
         tree.kill_safely(proc, number)
@@ -158,11 +139,8 @@ def signal_all(processes: Sequence[Proc], number: int) -> float:
 
 
 class _Answer(Struct, frozen=True, kw_only=True):
-    """The last line that the step prints."""
-
     at: float = 0.0
     name: str = ""
-    """The file that was being written."""
     refused: str = ""
 
 

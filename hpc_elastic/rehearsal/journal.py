@@ -53,12 +53,9 @@ class StepSeen(Struct, frozen=True, kw_only=True):
 
 
 class LossSource(Struct, frozen=True, kw_only=True):
-    """The place of the losses."""
-
     pattern: re.Pattern[str] | None = None
     """Pattern of a printed line: groups ``step`` and ``loss``, or the first and the second; None: the usual ways."""
     file: str = ""
-    """Relative to the script's folder; empty: the workers' output."""
     is_asked: bool = False
     """The user has named it, and journals do not count."""
 
@@ -75,7 +72,6 @@ def parse_pattern(text: str) -> re.Pattern[str]:
 
 
 def step_of_line(line: str, pattern: re.Pattern[str] | None) -> tuple[Position, float] | None:
-    """The step and the loss in a line."""
     if pattern is not None:
         match = pattern.search(line)
         if match is None:
@@ -205,10 +201,7 @@ class RunJournal:
 
 
 class LossCurve:
-    """The undisturbed run's steps, by which the disturbed runs are measured.
-
-    A script may report only every tenth step: the numbers show how many it has done.
-    """
+    """A script may report only every tenth step: the numbers show how many it has done."""
 
     def __init__(self, steps: Sequence[StepSeen], *, started: float, saves: int = 0) -> None:
         self.steps = steps
@@ -230,7 +223,6 @@ class LossCurve:
         return self.number(self._order[-1]) if self._order else 0
 
     def number(self, position: Position) -> int:
-        """How many steps are done after this one."""
         if self._are_numbers and self._order and len(position) == 1:
             first = int(self._order[0][0])
             return max(0, int(position[0]) - first) + min(max(1, first), self._stride)
@@ -257,7 +249,6 @@ def is_close(one: float, other: float, tolerance: float) -> bool:
 
 
 def _outputs(paths: RunPaths) -> Iterator[tuple[Path, Place, int]]:
-    """The workers' output files of all rounds, with the place and the rank of each."""
     for attempt in paths.begun_attempts():
         for index in round_numbers(attempt):
             for stream in streams_of(attempt, index):

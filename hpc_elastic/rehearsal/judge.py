@@ -33,8 +33,6 @@ _WELL_BEFORE = 0.5
 
 
 class InjectionSeen(Struct, frozen=True, kw_only=True):
-    """A fault and its effect. Times in seconds by one wall clock."""
-
     run: int = 0
     """Number of the disturbed run, from 1; 0: it still runs."""
     fault: PlannedFault
@@ -42,7 +40,6 @@ class InjectionSeen(Struct, frozen=True, kw_only=True):
     at: float
     before: Place
     trained_at: float | None = None
-    """When the training continued, if it did."""
     resumed: Position | None = None
     """The first step after it."""
     redone: int = 0
@@ -67,10 +64,7 @@ def look_back(
     *,
     is_asked: bool = False,
 ) -> InjectionSeen:
-    """Add the effect of a fault, now that the run is over.
-
-    `saved_at` are times of files that may be checkpoints; `is_asked`: the script asked for a signal as its notice.
-    """
+    """`is_asked`: the script asked for a signal as its notice."""
     kind, at, before = injection.fault.kind, injection.at, injection.before
     # A restart within the processes comes first: a later fault may have had another round begin.
     back = journal.went_back(at, before) if kind.restarts else None
@@ -125,8 +119,6 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
 
 class LossComparison(Struct, frozen=True, kw_only=True):
-    """Losses of disturbed runs beside those of the undisturbed one."""
-
     compared: int = 0
     divergence: Divergence | None = None
     largest: float = 0.0
@@ -144,12 +136,7 @@ def compare_losses(
     tolerance: float,
     complete: Iterable[int] = (),
 ) -> LossComparison:
-    """Compare each loss with that of the same step and rank of the undisturbed run, within a relative tolerance.
-
-    If a step has several losses, one of them has to fit: a script prints its last one twice, for example. A rank's own
-    loss depends on the number of ranks: in a round of another size, only a rank that reports alone is compared. The
-    steps of `runs` in `complete`, which came to their end, must not miss any.
-    """
+    """A rank's loss depends on the world size: in a round of another size, only a lone reporter's is compared."""
     known: dict[tuple[int, Position], list[float]] = {}
     worlds = {step.world for step in expected}
     reporters = {step.rank for step in expected if step.loss is not None}

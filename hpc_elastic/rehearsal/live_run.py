@@ -82,8 +82,6 @@ class RunWorker(Struct, frozen=True, kw_only=True):
 
 
 class RunMembers:
-    """Follows a run's events: which worker has which rank, and where."""
-
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self._files: dict[Path, EventFile] = {}
@@ -111,7 +109,6 @@ class RunMembers:
         return max((place for place, _ in self._pids), default=None)
 
     def workers(self) -> list[RunWorker]:
-        """The workers of the newest round, by rank."""
         place, found = self.place, []
         for (where, node), (host, pids) in self._pids.items():
             if where == place:
@@ -152,9 +149,7 @@ class LiveRun(ABC):
         self.journal = RunJournal(journals, paths=self.paths, work=self.work, source=options.source)
         self.members = RunMembers(self.paths)
         self.log = folder / "job.log"
-        """The run's output."""
         self.is_queued = False
-        """It waits for its nodes."""
         self.code: int | None = None
         """Its exit code, after its last look; None: it got stuck."""
         self.started = 0.0
@@ -166,11 +161,11 @@ class LiveRun(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start it, or raise UsageError."""
+        pass
 
     @abstractmethod
     def poll(self) -> int | None:
-        """Read its news. Returns its exit code; None while it runs."""
+        pass
 
     @abstractmethod
     def injectors(self) -> Sequence[Injector | RemoteInjector]: ...
@@ -184,11 +179,11 @@ class LiveRun(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """End the job at once, and let it begin again."""
+        pass
 
     @abstractmethod
     def end(self) -> None:
-        """End it, and stop watching."""
+        pass
 
     @abstractmethod
     def leftovers(self) -> list[str]:

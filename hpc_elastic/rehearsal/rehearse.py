@@ -50,8 +50,6 @@ class RehearsalResult(Struct, frozen=True, kw_only=True):
 
 
 class Rehearsal:
-    """The script undisturbed, then with faults, and the verdict. `report` gets lines for the user."""
-
     def __init__(self, options: RehearsalOptions, *, report: Callable[[str], None]) -> None:
         self._options = options
         self._report = report
@@ -65,8 +63,7 @@ class Rehearsal:
         self._left: list[str] = []
 
     def run(self) -> RehearsalResult:
-        """Raises UsageError: the script fails undisturbed, reports no steps, or keeps its checkpoints where both runs
-        find them."""
+        """Raises UsageError: the script fails, reports no steps, or keeps its checkpoints where both runs find them."""
         began = time.monotonic()
         self._report("the script undisturbed; then it is known how long the faults take")
         run = self._run_undisturbed("undisturbed")

@@ -30,10 +30,7 @@ class FileNames(Struct, kw_only=True):
     """Duration of the longest run."""
 
     def is_checkpoint(self, name: str) -> bool:
-        """Guess whether such a file is a checkpoint: it is no log, and not small. An unknown one may be one.
-
-        A file that is still to be renamed mostly has the name of the file that it becomes, with more behind it.
-        """
+        """An unknown file may be one: one still to be renamed mostly has the final name with more behind it."""
         known = [one for one in self.sizes if name.startswith(one)]
         largest = max((size for one, size in self.sizes.items() if not self._is_log(one)), default=0)
         return not known or any(self.sizes[one] >= _SMALL * largest and not self._is_log(one) for one in known)
@@ -43,14 +40,11 @@ class FileNames(Struct, kw_only=True):
 
 
 class SavedFiles:
-    """Finds the files below some folders that were written, by their sizes and times. For one thread."""
-
     def __init__(self, folders: Sequence[Path], names: FileNames) -> None:
         self._folders = folders
         self._names = names
         self._seen: dict[Path, os.stat_result] = {}
         self._first: dict[Path, float] = {}
-        """When each file was first seen."""
         self._next = 0.0
         self._began = time.monotonic()
 

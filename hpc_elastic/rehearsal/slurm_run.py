@@ -30,8 +30,6 @@ _LEFT_SECONDS = 60.0
 
 
 class SlurmRun(LiveRun):
-    """A run in its own job; `report` gets lines for the user."""
-
     def __init__(
         self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames, *, report: Callable[[str], None]
     ) -> None:
