@@ -30,7 +30,6 @@ NOT_OURS = "not sent by hpc-elastic"
 FROM_SLURM = "probably Slurm (cancel, limit, preemption) or a manual kill"
 FROM_ITSELF = "sent to this process alone, so not by Slurm: by itself (a thread, os.kill) or by hand"
 NOT_RETRYABLE_EXIT_CODE = 93
-"""A worker that ends with this says: don't start me again."""
 
 
 class Classification(Struct, frozen=True, kw_only=True):
@@ -53,7 +52,6 @@ _END_REQUESTED_TYPES = frozenset({"", "SystemExit", "KeyboardInterrupt"})
 
 
 def category_of(failure_class: FailureClass, exitcode: int, *, wrong_call: bool) -> tuple[Category, bool]:
-    """Decide by class and exit code who has to do something, and whether another start may help."""
     if exitcode == NOT_RETRYABLE_EXIT_CODE:
         return Category.WORKER, False
     if failure_class is FailureClass.ROOT and (wrong_call or exitcode in (126, 127)):
@@ -77,7 +75,6 @@ _SHELL_SIGNALS = frozenset(
 
 
 def signal_name(number: int) -> str:
-    """``SIGSEGV``; ``signal 40`` for one without a name; empty for 0."""
     if not number:
         return ""
     try:
@@ -303,7 +300,6 @@ _HYDRA_RAN = re.compile(r"^Error executing job with overrides: |^Traceback \(mos
 
 
 def is_wrong_call(exception_type: str, exitcode: int, said: str) -> bool:
-    """Tell whether a script that reported no step could not start with its options, configuration or modules."""
     name = exception_type.rsplit(".", 1)[-1]
     if name in _TYPES or _RAISED.match(exception_type):
         return True

@@ -1,8 +1,6 @@
 """Compares what each rank was doing when a round broke, and finds the rank that differs from the others. Pure.
 
-A collective that fails shows that *some* rank did not come to it; the ranks show together which one. An agent makes an
-`Activity` of each of its ranks, from the traceback that the rank printed or from the stack that it left; the report
-compares those of all nodes.
+A collective that fails shows that *some* rank did not come to it; the ranks' `Activity` together shows which one.
 """
 
 from __future__ import annotations
@@ -70,14 +68,10 @@ _SYSCALLS: Mapping[str, Doing] = {
 def activity_of_stack(
     rank: int, frames: Sequence[Frame], *, syscall: str = "", line: str = "", is_ending: bool = False
 ) -> Activity:
-    """Say where a rank stood that was asked for its stack.
+    """Say where a rank stood that was asked for its stack; `frames` are its main thread's, outermost call first.
 
-    Args:
-        rank: Its global rank.
-        frames: Its main thread's, outermost call first; empty: none could be had.
-        syscall: Its main thread's before it was asked.
-        line: The source of the innermost frame of the user's code.
-        is_ending: It left its stacks, and its main thread had no Python in it any more.
+    `syscall`: its main thread's before it was asked. `line`: the source of the innermost frame of the user's code.
+    `is_ending`: it left its stacks, and its main thread had no Python in it any more.
     """
     if not frames and is_ending:
         return Activity(rank=rank, doing=Doing.LEAVING, call="the interpreter's end")
@@ -92,7 +86,6 @@ def activity_of_stack(
 
 
 def activity_of_failure(rank: int, frames: Sequence[Frame], text: str, *, line: str = "") -> Activity:
-    """Say where a rank stood whose failure is a symptom; `text` is its exception's and the end of its stderr."""
     doing, call = _call_of(frames)
     if doing is Doing.CODE:
         doing, call = Doing.COLLECTIVE, ""  # a symptom is raised in a call of torch, which has no frame of its own
@@ -202,7 +195,6 @@ def _read_messages(rank: int, text: str) -> dict[str, Any]:
 
 
 def _operation(prints: str) -> str:
-    """``ALLREDUCE of [10] Float`` of torch's fingerprint of a collective."""
     # Torch 2.13 prints no comma between the number and the type of one without a tensor.
     kind = re.search(r"OpType=(\w+)", prints)
     shape = re.search(r"TensorShape=(\[[^\]]*\])", prints)
@@ -215,7 +207,6 @@ class RankComparison(Struct, frozen=True, kw_only=True):
     suspects: tuple[Suspect, ...] = ()
     """The ranks that differ, the likeliest first; empty: none does, or too many do."""
     says: str = ""
-    """How the ranks differ, or what they have in common, in one clause; empty: nothing worth showing."""
     is_open: bool = False
     """The suspects wait, and the others do something else: either may be at fault."""
     is_of_all: bool = False
@@ -226,14 +217,12 @@ _WRONG_SIZE = "the world size that the script gives is too large"
 
 
 def is_with_the_others(activity: Activity, activities: Sequence[Activity]) -> bool:
-    """Tell whether a rank that did not fail waited in the same call as one that did."""
     return activity.doing in WAITS_FOR_RANKS and any(
         other.failed and other.call == activity.call for other in activities if other.doing in WAITS_FOR_RANKS
     )
 
 
 def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> RankComparison:
-    """Find the ranks that differ from the others, by the most telling difference; `hosts`: where known."""
     known = {activity.rank: activity for activity in activities}
     where = hosts or {}
     workers = len(where) or len(known)
@@ -430,7 +419,6 @@ def _by_size(known: Mapping[int, Activity]) -> RankComparison | None:
 
 
 def _minority(values: Mapping[int, str]) -> tuple[str, list[int]] | None:
-    """The value that most ranks have, and the ranks with another one; None where there is no clear majority."""
     if len(set(values.values())) < 2:
         return None
     most, count = Counter(values.values()).most_common(1)[0]
@@ -440,7 +428,6 @@ def _minority(values: Mapping[int, str]) -> tuple[str, list[int]] | None:
 
 
 def _differ(values: Mapping[int, str], *, verbs: tuple[str, str] = ("ran", "ran")) -> str:
-    """``ranks 0-1 were in X; rank 2 was in Y``; `verbs`: of one rank, of several."""
     groups: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         groups.setdefault(value, []).append(rank)

@@ -39,7 +39,6 @@ class NodeFailures(Struct, frozen=True, kw_only=True):
     node: int
     workers: int
     alike: int = 0
-    """How many of them failed by themselves in the way of `fingerprint`."""
     fingerprint: str = ""
     """A failure that may be the node's; empty where there is none."""
     waited: float = 0.0
@@ -59,7 +58,6 @@ def wrong_input(failure: WorkerFailure) -> str:
 
 
 def may_be_of_node(failure: WorkerFailure) -> bool:
-    """Tell whether one node alone may have a failure: something is missing there, or does not fit."""
     if wrong_input(failure):
         return True
     if failure.failure_class is not FailureClass.ROOT:
@@ -71,7 +69,6 @@ def may_be_of_node(failure: WorkerFailure) -> bool:
 
 
 def sum_up_node(failures: Sequence[WorkerFailure], *, node: int, workers: int) -> NodeFailures:
-    """Sum up one node's part in the contrast: `failures` are its workers', in one round."""
     by_itself = [one for one in failures if not one.stopped_by_agent]
     # One that the stop overtook had failed in the same way, and shows that it is not another node's alone.
     own = [one for one in failures if may_be_of_node(one)]
@@ -103,7 +100,6 @@ def nodes_apart(nodes: Iterable[NodeFailures]) -> tuple[int, ...]:
 
 
 def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]) -> tuple[int, ...]:
-    """Find the `nodes_apart` by a round's failures; `workers`: node → how many workers ran there."""
     if len(workers) < 2 or not any(may_be_of_node(one) for one in failures):
         return ()
     return nodes_apart(

@@ -47,7 +47,6 @@ _CHAINED = "\n\nDuring handling of the above exception, another exception occurr
 
 
 def undecorate(text: str) -> str:
-    """Rewrite all tracebacks with a prefix, of loguru and of IPython as Python prints them, line by line."""
     if _TITLE not in text:
         return text
     lines = text.split("\n")
@@ -66,7 +65,6 @@ def undecorate(text: str) -> str:
 
 
 def _strip_prefix(lines: list[str], at: int, before: str) -> None:
-    """Take the prefix from the lines that follow, too, where it stands before the first frame."""
     prefix = re.compile(r"[\d:.,-]+".join(re.escape(part) for part in _CLOCK.split(before)))
     if at + 1 >= len(lines) or not (match := prefix.match(lines[at + 1])):
         return
@@ -167,7 +165,6 @@ _PATH_LINES = 6
 
 
 def plain_tracebacks(lines: list[str]) -> None:
-    """Rewrite every box in `lines` in place, line by line, so that each keeps its number."""
     for top, line in enumerate(lines):
         if TITLE not in line or not re.match(_TOP, line):
             continue

@@ -88,10 +88,7 @@ def error_data(
     error_code: int | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make the JSON object to write: torch's shape, and our keys (`own`) beside it.
-
-    torch's readers show the traceback in place of the message; where there is none the message stands for it.
-    """
+    """torch's readers show the stack in place of the message, so the message stands for a missing one."""
     inner: dict[str, Any] = {
         "message": message,
         "extraInfo": {"py_callstack": traceback or message, "timestamp": str(timestamp_ns // 1_000_000_000)},
@@ -102,7 +99,6 @@ def error_data(
 
 
 def write_error_data(path: Path | str, data: Mapping[str, Any]) -> None:
-    """Write an error file through a temporary one and ``os.replace``; raises OSError."""
     # ASCII only: a message may hold lone surrogates, which no encoding of the file could store.
     write_private(Path(path), json.dumps(data, default=str))
 
@@ -225,7 +221,6 @@ def _salvaged(head: str, stack: str, tail: str, problem: str) -> ErrorFile:
 
 
 def _json_string(body: str) -> str:
-    """The text of a JSON string whose end may be missing."""
     for cut in range(7):  # an escape that was cut through is at most \uXXXX long
         try:
             return str(json.loads(f'"{body[: len(body) - cut]}"', strict=False))
@@ -235,7 +230,6 @@ def _json_string(body: str) -> str:
 
 
 def write_own_failure(path: Path | str, error: BaseException, *, role: str, host: str, now_ns: int) -> None:
-    """Write what ended an agent or a supervisor (`role`), by the wall clock of its host; raises OSError."""
     text = clean_text("".join(traceback.format_exception(error)))
     own = {"host": host, "role": role, "pid": os.getpid(), "category": Category.PLATFORM.value}
     write_summary(path, describe_error(error), traceback_text=cut_middle(text, TEXT_LIMIT), now_ns=now_ns, own=own)
@@ -250,7 +244,6 @@ def write_summary(
     error_code: int | None = None,
     own: dict[str, object] | None = None,
 ) -> None:
-    """Write what no worker left a file of: a lost node, too few nodes, a failure of our own; raises OSError."""
     text = cut_end(clean_text(message), MESSAGE_LIMIT)
     data = error_data(message=text, traceback=traceback_text, timestamp_ns=now_ns, error_code=error_code, own=own)
     write_error_data(path, data)

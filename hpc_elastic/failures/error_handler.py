@@ -1,12 +1,8 @@
 """torch's `ErrorHandler`, `record`, `ProcessFailure` and `ChildFailedError`, without torch.
 
-The methods, their parameters and their meaning are those of torch's
-``torch.distributed.elastic.multiprocessing.errors`` (2.4 to 2.13 alike). What differs: a file is written whole or not
-at all; a torn or foreign one raises nothing and is passed on as far as it could be saved; the finer time stamp breaks
-ties; `host` is where it happened; both errors pickle; nothing that fails here hides the failure that is on its way up.
-
-The report does not need `record`, since the agent finds a traceback in stderr.log; a recorded one is exact, has the
-time at which it was raised, and reaches outer schedulers.
+The methods are those of ``torch.distributed.elastic.multiprocessing.errors`` (2.4 to 2.13 alike). What differs: a file
+is written whole or not at all; a torn or foreign one raises nothing and is passed on as far as it could be saved; the
+finer time stamp breaks ties; `host` is where it happened; both errors pickle.
 """
 
 from __future__ import annotations

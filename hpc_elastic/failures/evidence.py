@@ -86,7 +86,6 @@ def describe_failure(
 
 
 def describe_exit(facts: WorkerFailure, problem: str) -> WorkerFailure:
-    """Describe what the agent saw itself, where files can't be asked; `problem` says why."""
     return _build(facts, None, message=_exit_message(facts, None), problem=problem)
 
 
@@ -435,7 +434,6 @@ def _read_script(path: str) -> list[str]:
 
 
 def _last_lines(text: str, without: tuple[int, int]) -> str:
-    """The last lines that say something but for those `without`, which stand in the evidence already."""
     found: list[str] = []
     lines = text.split("\n")
     for at in range(len(lines) - 1, -1, -1):

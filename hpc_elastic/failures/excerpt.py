@@ -37,16 +37,12 @@ class Excerpt(Struct, frozen=True, kw_only=True):
 
 
 def user_frame(failure: WorkerFailure) -> Frame | None:
-    """The innermost frame of the user's own code; None where the failure has none."""
     found = _user_line(failure, clean_lines(failure.traceback)) if failure.traceback else None
     return found.frame if found is not None else None
 
 
 def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = None) -> Excerpt | None:
-    """Choose the lines of a failure to show; None where there are none, and its signal says why.
-
-    `lost`: why its output is not in its file. `most`: lines, the title's included; None: all.
-    """
+    """Choose at most `most` lines, with the title; None where its signal says all. `lost`: why there are none."""
     if failure.traceback:
         body = clean_lines(failure.traceback)
         title = body.pop(0) if body and body[0] == HEADER else ""
@@ -180,7 +176,6 @@ def _frame_lines(body: list[str], at: int) -> list[str]:
 
 
 def fold_repeats(lines: list[str]) -> list[str]:
-    """Runs of the same line in a stack, as Python's own tracebacks fold them."""
     folded: list[str] = []
     at = 0
     while at < len(lines):

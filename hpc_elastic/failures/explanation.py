@@ -1,9 +1,8 @@
 """Finds the part of a worker's output that explains its end: an exception, a crash's dump, or the lines printed last.
 
-Pure functions over text. torch's hook puts ``[rank3]: `` before every line of what nothing caught: that is certain.
-Else the place decides: what Python prints of an exception that nothing caught begins at the script's ``<module>``, what
-a handler logs begins in the function that caught it. Such a one ended the process only where the output ends soon after
-it. A process that prints the same lines as before after a traceback went on.
+torch's hook puts ``[rank3]: `` before every line of what nothing caught: that is certain. Else the place decides: what
+nothing caught begins at the script's ``<module>``, what a handler logs in the function that caught it, which ended the
+process only where the output ends soon after it.
 """
 
 from __future__ import annotations
@@ -141,7 +140,6 @@ _LOGGER = re.compile(r".{0,80}?\b(?:ERROR|CRITICAL|WARNING|INFO|DEBUG|EXCEPTION)
 def find_uncaught(
     text: str, lines: Sequence[str], *, exitcode: int, lived_ns: Callable[[FailureText], int | None] = lambda _: None
 ) -> FailureText | None:
-    """Find the exception that ended a process, be it one of its threads' that the process ended for."""
     tracebacks = find_tracebacks(text)
     found = find_ending(tracebacks, lines, exitcode=exitcode, lived_ns=lived_ns)
     if found is None:
@@ -182,7 +180,6 @@ def find_ending(
 
 
 def ended_soon(found: FailureText, lived_ns: int | None) -> bool:
-    """Nothing caught it and the process ended soon after, whatever it printed meanwhile."""
     return found.is_prefixed or (reaches_top(found) and lived_ns is not None and lived_ns <= _SHUTDOWN_NS)
 
 
@@ -278,7 +275,6 @@ def _to_the_end(text: str, start: int) -> tuple[int, int]:
 
 
 def _last_match(pattern: re.Pattern[str], words: str, text: str) -> re.Match[str] | None:
-    """The last line that fits a pattern which has these words in it."""
     at = text.rfind(words)
     while at >= 0:
         start = text.rfind("\n", 0, at) + 1

@@ -79,7 +79,6 @@ class FailureText(RaisedException, frozen=True, kw_only=True):
 
     @property
     def chain(self) -> tuple[RaisedException, ...]:
-        """All its exceptions, the last one first; empty where none is known."""
         return (self, *self.earlier) if self.exception_type else ()
 
     @property
@@ -102,7 +101,6 @@ QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\
 
 
 def summary_line(message: str, *, limit: int = _LIMIT) -> str:
-    """Shorten a message, with or without its exception's type, to one line of at most `limit` characters."""
     first, more, rest = message.partition("\n")
     if not more or (first.strip() and not first.rstrip().endswith(":") and not _CONTINUES.search(rest)):
         return cut_end(first, limit)
@@ -163,7 +161,6 @@ _LIBRARY = re.compile(
 
 
 def normalise_message(message: str) -> str:
-    """Leave out of a message what changes from one occurrence to the next; at most 500 characters."""
     text = message[: 4 * _MESSAGE_LIMIT]
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
@@ -171,7 +168,6 @@ def normalise_message(message: str) -> str:
 
 
 def user_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Keep the frames that are not of Python's library or an installed package."""
     return tuple(frame for frame in frames if not _LIBRARY.search(frame.file))
 
 

@@ -51,7 +51,6 @@ class Analysis(Struct, frozen=True, kw_only=True):
     suspects: tuple[FlightSuspect, ...] = ()
     groups: tuple[GroupState, ...] = ()
     says: str = ""
-    """The state of the ranks where there are no suspects."""
 
 
 class _Wait(Struct, frozen=True, kw_only=True):

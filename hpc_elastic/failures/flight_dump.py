@@ -100,7 +100,6 @@ def size_of(call: AwaitedCall) -> str:
 
 
 def shape_of(call: AwaitedCall) -> str:
-    """``[4, 5] fp32``; empty as of `size_of`."""
     shapes = ", ".join(str(list(shape)) for shape in (call.inputs or call.outputs)[:3])
     kind = call.types[0] if call.types else ""
     return " ".join(filter(None, [shapes, _TYPES.get(kind, (kind, 0))[0]])) if shapes else ""
@@ -132,7 +131,6 @@ _JSON = msgspec.json.Decoder(_Document, strict=False)
 
 
 def tail_of(dumps: Iterable[RankDump], *, most: int = MOST_KEPT) -> FlightTail:
-    """The end of one rank's dumps, one for each backend, as an event has it."""
     calls: list[AwaitedCall] = []
     tracks: list[TailTrack] = []
     members: dict[str, str] = {}
@@ -200,7 +198,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def rank_of_name(name: str) -> int | None:
-    """The number at the end of a file's name, an extension left out; None where there is none."""
     found = re.search(r"(\d+)(?:\.[A-Za-z]+)*\Z", name)
     return int(found[1]) if found is not None and len(found[1]) < 8 else None
 
@@ -321,7 +318,6 @@ class _Builder:
         self.dump = RankDump(rank=rank, version=version, members=dict(_members(config)))
 
     def place(self, key: object, kind: tuple[Any, ...]) -> _Place:
-        """The place of a call that this dump has not shown before: `kind` as `_KIND_NAMES` has it, `key` the same."""
         dump, is_p2p = self.dump, bool(kind[-1])
         call = _SEEN.get(key)
         if call is None:

@@ -183,7 +183,6 @@ def _other(
 
 
 def _first_difference(group: ProcessGroup) -> Iterator[int]:
-    """The first number, of those that all dumps still have, with which ranks called different things."""
     tables: dict[object, int] = {}
     seen: dict[int, int] = {}
     windows: dict[bytes, int] = {}
@@ -209,7 +208,6 @@ def _first_difference(group: ProcessGroup) -> Iterator[int]:
 
 
 def _is_comparable(dump: RankDump, track: Track) -> bool:
-    """It has all numbers of its window, and knows what was called with each."""
     window = track.sequences[-1] - track.sequences[0] + 1
     return window == len(track.sequences) and all(call.name for call in dump.calls)
 

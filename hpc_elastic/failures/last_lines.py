@@ -98,7 +98,6 @@ def find_last_lines(lines: Sequence[str]) -> LastLines | None:
 
 
 def _usage(lines: Sequence[str], end: int) -> LastLines | None:
-    """A usage text that no error follows: click's of a group of commands, docopt's, one of the script's own."""
     for at in range(end - 1, max(-1, end - _MOST_USAGE), -1):
         if match := re.match(_USAGE, lines[at]):
             text = lines[at].strip() if match.end() < len(lines[at]) else " ".join(map(str.strip, lines[at : at + 2]))
@@ -153,7 +152,6 @@ def _start_of_message(lines: Sequence[str], at: int, line: str) -> tuple[int, st
 
 
 def goes_on(before: Sequence[str], after: Sequence[str]) -> bool:
-    """Tell whether a process went on with what it did before: it prints lines that are alike again."""
     shapes = {_shape(line) for _, line in speaking_lines(after)}
     return bool(shapes) and any(_shape(line) in shapes for _, line in speaking_lines(before))
 

@@ -2,9 +2,6 @@
 
 A text that speaks of a peer ("connection reset by peer") counts only where torch, gloo or NCCL raised the exception or
 wrote the line, and a text of the system's error numbers only where the script did not write it itself.
-
-An exception may only report the end of something else: ``CalledProcessError`` has its cause in what the child printed
-before it; what a process logged just before ``raise RuntimeError("giving up")`` may be why it raised that.
 """
 
 from __future__ import annotations
@@ -118,7 +115,6 @@ def explain(raised: RaisedException) -> FailurePattern | None:
 
 
 def explain_text(text: str) -> FailurePattern | None:
-    """Explain the last lines of a worker that left no exception."""
     if re.search(_WATCHDOG, text.split("\n", 1)[0]) and "nccl" not in text.lower():
         return OWN_WATCHDOG
     return find_pattern(
@@ -173,12 +169,10 @@ def _is_of_own_limit(raised: RaisedException) -> bool:
 
 
 def gave_up_waiting(headline: str) -> bool:
-    """A failure shows no more than that something else did not come in time."""
     return re.search(_LIMITS_TIME, headline) is not None or headline.startswith("TimeoutError")
 
 
 def is_raised_by_script(raised: RaisedException) -> bool:
-    """A ``raise`` or an ``assert`` of the user's code made it: its text is the script's own."""
     return bool(user_frames(raised.frames[-1:])) and re.search(_RAISES, raised.source) is not None
 
 
@@ -252,13 +246,11 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
 
 
 def is_near(found: FailureText, before: Sequence[str]) -> bool:
-    """A traceback was printed a few lines before the end of `before`, with no progress between."""
     after = before[found.exception_at + 1 :]
     return len(speaking_lines(after)) <= _NEAR and not has_progress(after)
 
 
 def is_wrapper(raised: RaisedException) -> bool:
-    """It says no more than that something else has failed."""
     name = raised.exception_type.rsplit(".", 1)[-1]
     return re.match(_WRAPPERS, name) is not None or re.match(_WORKER_GONE, raised.message) is not None
 

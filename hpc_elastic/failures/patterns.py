@@ -25,13 +25,10 @@ class FailurePattern(Struct, frozen=True):
 
     Attributes:
         any_of: Lower-case texts of which one must occur; ``*`` stands for at most 200 characters of one line.
-        retryable: Another start may help. A bug that may depend on the data is worth one: the same failure again with
-            no progress between ends the run anyway.
-        node_suspect: A part of the node where it was said is likely broken.
+        retryable: Another start may help. The same failure again with no progress between ends the run anyway.
         category: None: by class and exit code.
-        is_common: Other programs, or the script itself, may say the same of something else. Such a text of a symptom
-            counts where the process group said it; another one in a message of the script only with the system's error
-            number ("the input/output error of the calibration" is no failed filesystem).
+        is_common: Others may say the same of something else. Such a text of a symptom counts where the process group
+            said it; another one in a message of the script only with the system's error number.
     """
 
     failure_class: FailureClass

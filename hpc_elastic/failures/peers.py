@@ -24,8 +24,6 @@ _LIMIT = 100
 
 
 class Sockets(Struct, frozen=True, kw_only=True):
-    """One node's agent's knowledge of its workers' sockets."""
-
     network: str
     """Equal where the same loopback address means the same."""
     ranks: tuple[RankSockets, ...] = ()
@@ -38,7 +36,6 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 
 def find_peer(text: str) -> str:
-    """Find the address of the peer that a symptom names, as it is printed; empty where there is none."""
     found = _GLOO.search(text) or _NCCL.search(text)
     return cut_end(found[0], _LIMIT) if found else ""
 
@@ -92,7 +89,6 @@ def chain_ends(peers: Sequence[Peer], *, failed: Container[int]) -> list[Peer]:
 
 
 def with_peers(suspects: Sequence[Suspect], ends: Sequence[Peer], *, hosts: Mapping[int, str]) -> tuple[Suspect, ...]:
-    """The suspects, with those first to which the lost connections lead (`chain_ends`)."""
     known = {suspect.rank: suspect for suspect in suspects}
     first = []
     for peer in ends:
@@ -143,7 +139,6 @@ _TRANSFERS = ("SEND", "RECV", "RECVANYSOURCE", "COALESCED")
 
 
 def tail_of_words(text: str) -> FlightTail | None:
-    """Read the last collectives in each group of which one rank's `text` has the status; None where it has none."""
     works = {int(number): (kind, into, out) for number, kind, into, out in _WORK.findall(text)}
     statuses: dict[str, tuple[str, int, int, int | None]] = {}
     for found in _STATUS.finditer(text):

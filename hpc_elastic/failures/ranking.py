@@ -34,11 +34,9 @@ class Category(str, Enum):
     INPUT = "input"
     """The user's call or environment: a script that can't be compiled, a wrong option, a module that isn't there."""
     WORKER = "worker"
-    """The user's code, while it ran."""
     PLATFORM = "platform"
     """This package: its agent or supervisor failed."""
     INFRASTRUCTURE = "infrastructure"
-    """The node, the network, the filesystem, the memory limit."""
 
 
 class Suspect(Struct, frozen=True, kw_only=True):
@@ -93,11 +91,9 @@ class Ranking(Generic[F]):
         )
         are_alike = len({how.fingerprint for how in deciding}) == 1 and bool(deciding[0].fingerprint)
         self.by_printed = are_printed or are_alike
-        """The failures are ordered by when they were printed; else by when their processes' ends were seen.
+        """False: by when their processes' ends were seen, milliseconds or minutes after an exception is printed.
 
-        An exception is printed before its process ends, by milliseconds or by minutes, and what it provokes elsewhere
-        may end sooner. A failure without an exception has its end alone. Where one that raised has no known time, all
-        are ordered by their ends, unless all are the same failure: then each has the time that is shown of it.
+        Where one that raised has no known time all are ordered by their ends, unless all are the same failure.
         """
         strength: dict[FailureClass | None, int] = {kind: place for place, kind in enumerate(_CAUSES)}
         found.sort(
@@ -151,8 +147,6 @@ class Moment(NamedTuple):
 
 
 class Order(str, Enum):
-    """The order of two moments, the first of which seems to be the earlier one."""
-
     KNOWN = "known"
     TIE = "tie"
     UNKNOWN = "unknown"
@@ -182,7 +176,6 @@ def resolution_ns(first: Moment, other: Moment) -> int | None:
 
 
 def clock_bound_ns(first: Moment, other: Moment) -> int | None:
-    """Give how well the clocks of two nodes are known against each other; None: not at all."""
     if first.bound_ns is None or other.bound_ns is None:
         return None
     return first.bound_ns + other.bound_ns

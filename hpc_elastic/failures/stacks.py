@@ -1,11 +1,8 @@
 """Shows where a hung process stood: the stacks of its threads, and what the kernel says of it.
 
 faulthandler's dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with
-the GIL held in C. `look_at_process` shows a process that sits in the kernel, is stopped, or is no Python.
-
-A build of a torch C++ extension that was killed leaves its lock file (torch 2.13's `FileBaton`), and every later start
-waits for it. An agent that ends a build itself removes it (`find_held_locks` before, `remove_locks` after); what
-another kill left is named where a worker waits for it.
+the GIL held in C. A build of a torch C++ extension that was killed leaves its lock file (torch 2.13's `FileBaton`), and
+every later start waits for it.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ class StackDump(Struct, frozen=True, kw_only=True):
 
     @property
     def main(self) -> tuple[Frame, ...]:
-        """The main thread's frames, outermost call first."""
         return next((thread.frames for thread in self.threads if thread.is_main), ())
 
 
@@ -137,7 +133,6 @@ def stacks_of(dump: StackDump | None, *, where: str = "") -> RankStacks:
 
 
 def describe_stack(frames: Iterable[Frame]) -> str:
-    """Write frames as a traceback has them, the most recent call last."""
     lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in frames]
     return "\n".join(["Stack where it hung (most recent call last):", *lines]) if lines else ""
 
@@ -221,7 +216,6 @@ class ProcessState(Struct, frozen=True, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """SIGSTOP or a debugger stopped it, from outside."""
         return self.state[:1] in ("T", "t")
 
     @property
@@ -230,7 +224,6 @@ class ProcessState(Struct, frozen=True, kw_only=True):
 
     @property
     def waits_for_process(self) -> bool:
-        """Its main thread is in a system call in which a process waits for another one, or for a thread."""
         return bool(self.threads) and self.threads[0].syscall in _WAITS
 
     @property

@@ -75,10 +75,7 @@ def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | 
 
 
 def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
-    """Find all tracebacks, in cleaned text, of exceptions that may have ended a process, in the order of the text.
-
-    `threads`: those of threads and of an event loop's tasks instead, which end nothing by themselves.
-    """
+    """Find those that may have ended a process; `threads`: those of threads and tasks, which end nothing, instead."""
     lines, prefixed = _split(text)
     blocks = _blocks(lines, prefixed)
     wanted = _Rank.OTHER_THREAD if threads else _Rank.MAIN

@@ -94,7 +94,6 @@ class WorkerFailure(WorkerFailed, frozen=True, kw_only=True, tag=False):
 
     @property
     def is_stopped(self) -> bool:
-        """Its agent ended it; known from the event, too."""
         return self.stopped_by_agent or self.stopped_ns > 0
 
     @property

@@ -1,9 +1,8 @@
 """Getting the main thread out of the function: a signal whose handler raises `RankShouldRestart`.
 
 The handler raises only where the main thread is inside the frame of `Interruptible.run`: it can't come too late. Where
-the exception was swallowed (``except BaseException``, a destructor, a callback from C) it is raised again. While it is
-on its way out (``finally``, ``__exit__``, an ``except`` that handles it), that is left alone for `GRACE` seconds; the
-program's own handler of SIGTERM, to which the monitor process gives a grace, for as long as it runs. No torch.
+the exception was swallowed it is raised again, after `GRACE` seconds for what handles it (``finally``, ``except``), or
+after the program's own handler of SIGTERM, to which the monitor process gives a grace. No torch.
 """
 
 from __future__ import annotations

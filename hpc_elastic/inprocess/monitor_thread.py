@@ -92,7 +92,6 @@ class MonitorThread(threading.Thread):
             self.has_aborted.set()
 
     def shutdown(self) -> None:
-        """Wait for its end, which is near once the iteration's outcome is known."""
         self._stop_wanted.set()
         if self.ident is not None:
             self.join(5)

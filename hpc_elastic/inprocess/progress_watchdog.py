@@ -192,7 +192,6 @@ class NeighbourWatch:
 
     @property
     def watched(self) -> list[int]:
-        """Ranks whose counters to read now."""
         left = [rank for rank in self._successors if rank not in self._dead]
         return left if self._is_suspicious else left[:1]
 

@@ -129,7 +129,6 @@ class ActivateAllRanks(RankAssignment):
 
 
 def grouped_out(keys: dict[int, str], condition: Callable[[int], bool]) -> set[int]:
-    """The ranks that leave, by the keys of every rank that is alive."""
     groups: dict[str, list[int]] = {}
     for rank, key in keys.items():
         groups.setdefault(key, []).append(rank)

@@ -178,7 +178,6 @@ class AgentLink(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> AgentLink:
-        """Read the agent's variables; unreadable ones are ignored with a warning."""
         try:
             wait = float(env[WAIT]) if env.get(WAIT) else None
             replaces = int(env.get(REPLACES) or 0)

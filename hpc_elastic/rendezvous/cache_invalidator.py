@@ -3,10 +3,6 @@
 A client may trust a folder's listing for seconds (sshfs, GlusterFS, NFS mounted ``nocto``), or while the folder's time
 has not changed, which a server may show by the second: what came within the tick of the last look is not shown. To
 invalidate the folder in a later tick ends that for all clients.
-
-- `CacheInvalidator`: what is waited for is invalidated once the tick is over, and then ever more rarely.
-- `PendingNotifications`: a notification names the key that was written. Its folder is invalidated, once, where the
-  listings lack it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ _ROUNDS = "round/"
 GONE = "gone"
 BYE = "bye"
 MOST_MESSAGE = 300
-"""Characters of a message in a claim."""
 
 
 class ClaimKind(str, Enum):
@@ -46,8 +45,6 @@ class ClaimKind(str, Enum):
 
 
 class Ready(Struct, frozen=True):
-    """Content of an ACK."""
-
     master: str = ""
     """``host:port`` of the TCPStore, from the first slot; else empty."""
 
@@ -62,7 +59,6 @@ class Saved(Struct, frozen=True):
 
 
 Claims = Mapping[str, Sequence[str]]
-"""Kind → uids, as one listing of a round's folder gave them."""
 
 
 def claim_folder(round_index: int) -> str:
@@ -76,7 +72,6 @@ def claim_key(round_index: int, kind: ClaimKind, uid: str, *, serial: str = "") 
 
 
 def read_claims(store: Store, round_index: int) -> Claims:
-    """All claims on a round: one listing."""
     return claims_of(store.list(claim_folder(round_index)))
 
 
@@ -122,7 +117,6 @@ class FailureReader:
         self._summaries = ClaimReader(store, ClaimKind.SUM, NodeFailure)
 
     def read(self, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
-        """The failures of a round by uid; one that can't be read counts too."""
         summed_up = self._summaries.read(round_index, claims)
         found = {**self._facts.read(round_index, claims, without=summed_up), **summed_up}
         uids = {*claims.get(ClaimKind.SUM.value, ()), *claims.get(ClaimKind.FAIL.value, ())}
@@ -171,7 +165,6 @@ class OwnClaims:
         self._add(round_index, ClaimKind.ACK, Ready(master))
 
     def report_failure(self, round_index: int, failure: NodeFailure) -> None:
-        """Report that a worker of this node failed: the round is over for all as soon as the coordinator reads it."""
         self._add_failure(round_index, ClaimKind.FAIL, failure)
 
     def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
@@ -190,7 +183,6 @@ class OwnClaims:
         self._add(round_index, ClaimKind.SAVED, Saved(round(age, 3)), serial=str(serial))
 
     def give_up_node(self, node: int) -> None:
-        """Report that the launcher will bring no further agent to `node`."""
         self._write_later(f"{GONE}/{node:05d}", "gone")
 
     def deregister(self) -> None:
@@ -201,7 +193,6 @@ class OwnClaims:
         self._add(round_index, ClaimKind.NOTED, status)
 
     def report_kept(self, round_index: int) -> None:
-        """Report that this node's workers have saved, as far as they follow the notice."""
         self._add(round_index, ClaimKind.KEPT)
 
     def leave(self, round_index: int, reason: str) -> None:

@@ -63,7 +63,6 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     """Seconds since a checkpoint was complete; infinite where no member has reported one."""
     is_saving: bool = False
     noted: Mapping[str, PreemptionStatus] = field(default_factory=dict)
-    """Reports of members about their workers, under a notice."""
     kept: frozenset[str] = frozenset()
     since_notice: float = 0.0
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
@@ -93,7 +92,6 @@ class ClaimScanner:
         self._failed_at: dict[tuple[int, str], float] = {}
         self.joining: frozenset[str] = frozenset()
         self.listed: Mapping[int, Claims] = {}
-        """The claims of the last look, in this step."""
         self.claims_seen = 0
         self._names: dict[str, set[str]] = {}
         """Folder → what it was last listed with, and the claims that were announced since."""

@@ -40,7 +40,6 @@ ALONE_SECONDS = 10.0
 
 class Refusal(Struct, frozen=True, kw_only=True):
     error: str
-    """The system's text: ``Permission denied``."""
     path: str
     is_own: bool
     """No file could be opened, wherever it lies: the filesystem refused nothing."""
@@ -188,7 +187,6 @@ class Coordination:
         return self._refusals.now
 
     def is_refused_alone(self) -> bool:
-        """Return whether the shared filesystem refuses this node, and not its peers. For any thread."""
         return self._refusals.is_alone(self._clock.monotonic())
 
     def on_record(self, record: RoundRecord) -> None:
@@ -267,7 +265,6 @@ class Coordination:
             self._messages.put(ended.to_event(now, over=True))
 
     def lasting_refusal(self) -> FilesystemRefused | HealthWarning | None:
-        """The event of a refusal that still lasts at this process' end, and is not a short one."""
         refusal, now = self._refusals.now, self._clock.monotonic()
         if refusal is None or now - refusal.since < WORTH_TELLING:
             return None

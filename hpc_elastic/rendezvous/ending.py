@@ -55,7 +55,6 @@ class EventListener(Protocol):
 
 
 def departed(store: Store) -> frozenset[str]:
-    """Uids of the agents that have ended and left nothing running."""
     return frozenset(store.list(BYE))
 
 
@@ -72,7 +71,6 @@ def newest_agents(uids: Iterable[str], *, without: Collection[int] = ()) -> dict
 
 
 def claim_end(store: Store, uid: str) -> bool:
-    """Claim the duty to finish the closed attempt. Returns whether `uid` has it."""
     return store.put_if_absent(_BY, uid) or store.get(_BY) == uid
 
 
@@ -116,7 +114,6 @@ class Ending:
         self._announces = True
 
     def may_claim(self) -> None:
-        """Have the supervisor's next step claim the end."""
         self._may_claim = True
 
     def give_up_node(self, node: int) -> None:
@@ -124,7 +121,6 @@ class Ending:
         self._gone.add(node)
 
     def step_of_agent(self) -> None:
-        """Report `EndClaimed`, or `EndUnclaimed` when it is this agent's turn to step in."""
         since = self._see_closed()
         if self._turn is None:
             return

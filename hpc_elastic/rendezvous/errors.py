@@ -10,8 +10,6 @@ class RendezvousError(HpcElasticError):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The run was over before, or while this node waited."""
-
     template = "rendezvous of run {run_id!r} is closed: {outcome} ({reason})"
 
 
@@ -22,8 +20,6 @@ class ClosedRunIdError(RendezvousClosedError):
 
 
 class RendezvousTimeoutError(RendezvousError):
-    """This node was not in a final round in time."""
-
     template = (
         "rendezvous of run {run_id!r}: {missing_count} of {expected} nodes had not joined after {timeout:g} s "
         "({missing}); look for their agent logs, or allow fewer nodes, {fewer}-{expected}"

@@ -79,7 +79,6 @@ class LostLink(Struct, frozen=True, kw_only=True):
     since: float
     seconds: float
     over: bool
-    """They come again."""
 
 
 class FailureDetector:
@@ -180,7 +179,6 @@ class FailureDetector:
         return frozenset(found)
 
     def has_cut_off(self, uid: str) -> None:
-        """It lives, and its packets do not come through."""
         peer = self._peers[uid]
         if peer.cut_off_since is None:
             peer.cut_off_since = peer.heard_at

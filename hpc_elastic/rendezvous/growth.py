@@ -23,7 +23,6 @@ class GrowthFacts(Struct, frozen=True, kw_only=True):
     """Nodes that wait, without those that were submitted as spares."""
     spares: int
     free: int
-    """Places up to MAX."""
     vacant: int
     """Free places of lost members that nobody has taken."""
     since_final: float
@@ -37,7 +36,6 @@ class GrowthFacts(Struct, frozen=True, kw_only=True):
 class Growth(Struct, frozen=True, kw_only=True):
     takes_in: bool
     why: str
-    """Text behind the nodes' names."""
 
 
 def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, answer: float) -> Growth:
@@ -103,7 +101,6 @@ class GrowthSigns:
 
     @property
     def since_saved(self) -> float:
-        """Age of the newest complete checkpoint; infinite where no member has reported one."""
         return min((self._now - at for at in self._saved_at.values()), default=float("inf"))
 
     @property

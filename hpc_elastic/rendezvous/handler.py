@@ -172,20 +172,12 @@ class FileRendezvousHandler:
         self._close(Outcome.FAILED, reason[:_LONGEST_REASON])
 
     def store_extra_data(self, version: int, key: str, value: Any) -> None:
-        """Keep a JSON value with the round `version` (`RoundResult.version`): the last write of a key holds.
-
-        Raises:
-            TypeError, ValueError: it can't be written as JSON.
-        """
+        """Keep a JSON value with the round `version` (`RoundResult.version`): the last write of a key holds."""
         raw = json.dumps(value).encode()
         self._steadily(lambda: self._extra().set(f"{version}/{key}", raw), self._config.settings.timeout)
 
     def load_extra_data(self, version: int, key: str, timeout: float | None = None) -> Any:
-        """The value that was stored; waited for up to `timeout` seconds, by default the handler's own.
-
-        Raises:
-            ExtraDataTimeoutError: a `RendezvousTimeoutError`.
-        """
+        """The value that was stored; waited for up to `timeout` seconds, by default the handler's own."""
         seconds = self._config.settings.timeout if timeout is None else timeout
         try:
             name = f"{version}/{key}"

@@ -93,11 +93,7 @@ def on_this_node(config: HandlerConfig, environ: Mapping[str, str], *, address: 
 def config_from_url(url: str, environ: Mapping[str, str] | None = None) -> HandlerConfig:
     """Read ``fs:///shared/dir/<run id>?min_workers=1&max_workers=3&timeout=600``, and add `on_this_node`.
 
-    The run id is the last component (a slash in it as ``%2F``); ``max_workers`` defaults to ``min_workers``, which
-    defaults to 1.
-
-    Raises:
-        UsageError: one line that names the value.
+    The run id is the last component (a slash in it as ``%2F``). Raises UsageError: one line that names the value.
     """
     from urllib.parse import parse_qsl, unquote, urlsplit  # not at every agent's start
 

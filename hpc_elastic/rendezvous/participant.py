@@ -118,7 +118,6 @@ class Participant:
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
     def join(self) -> None:
-        """Take part in the round that is open, or wait for the next one."""
         self._wants_in = True
 
     def member_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
@@ -171,13 +170,8 @@ class Participant:
     def step(self, *, notified: bool = True) -> float:
         """Look, decide, act. Returns seconds until the next step is due, where no notification comes first.
 
-        Args:
-            notified: Whether there is a reason to look at the files; else that is done where it is due by itself.
-
-        Raises:
-            OSError: a passing fault of the filesystem: step again after a while.
-            StoreError: a lasting one; or the store is not the one that was joined.
-            RendezvousStateError: the log holds a record that this program can't read.
+        Not `notified`: the files are looked at where that is due by itself. Raises OSError: a passing fault, step
+        again after a while; StoreError: a lasting one; RendezvousStateError: a record that this program can't read.
         """
         now = self.detector.begin_step()
         self._heartbeat_sender.recheck_if_asked(now)

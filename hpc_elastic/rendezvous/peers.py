@@ -66,7 +66,6 @@ class Peers:
         self._store.put_if_absent(f"{_FOLDER}/{announcement(self._own)}", value)
 
     def all_uids(self) -> list[str]:
-        """Every participant that ever announced itself, observers too."""
         return [name.partition("+")[0] for name in self._store.list(_FOLDER)]
 
     def get(self, uid: str) -> NodeInfo | None:

@@ -53,7 +53,6 @@ class Proposal(Struct, frozen=True, kw_only=True):
     left: Mapping[int, str] = field(default_factory=dict)
     """Nodes that took themselves out, with their reason."""
     gone: Collection[int] = ()
-    """Nodes for which the launcher brings no further agent."""
     stale: Mapping[str, float] = field(default_factory=dict)
     replaced: Sequence[tuple[Member, Member]] = ()
     """(gone, come) for each place that is taken over."""
@@ -151,7 +150,6 @@ EVENTS: Mapping[RoundEvent, Callable[..., CoordinatorEvent]] = {
     RoundEvent.CLOSE: RunClosed,
     RoundEvent.TAKE_OVER: CoordinatorChanged,
 }
-"""How each is reported."""
 
 
 def to_event(

@@ -1,7 +1,6 @@
 """The cause of a round's end, apart from failures that only follow from the loss of a member. Pure.
 
-Both are decided when the next round is frozen, or the run is closed: lost members are not known before. The restart
-policy is asked about the failures that are left, and alone charges the restart budget.
+Both are decided when the next round is frozen, or the run is closed: lost members are not known before.
 """
 
 from __future__ import annotations

@@ -126,7 +126,6 @@ class RoundLog:
         return self._newest
 
     def append(self, record: RoundRecord) -> bool:
-        """Create `record`, the successor of the newest one. False: another has its number; read `latest`."""
         try:
             is_first = self._log.append(record.number, record.to_json())
         except StoreFullError:

@@ -287,14 +287,10 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
 
 
 class RoundEvent(str, Enum):
-    """Reasons for a record."""
-
     TAKE_OVER = "take over"
     """A new coordinator; nothing else changes."""
     FREEZE = "freeze"
-    """Enough nodes are here and the last call is over."""
     CONFIRM = "confirm"
-    """All members have confirmed."""
     REOPEN = "reopen"
     """A member failed, was lost, or a node may come in: the next round."""
     ANNOUNCE = "announce"
@@ -308,7 +304,6 @@ class RoundEvent(str, Enum):
     AGREE = "agree"
     """The step after which all workers save, where there is a notice."""
     CLOSE = "close"
-    """Done, given up, or cancelled."""
 
 
 _TABLE: dict[Status, dict[RoundEvent, Status]] = {

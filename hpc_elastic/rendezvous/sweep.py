@@ -31,7 +31,6 @@ GONE_SECONDS = 900.0
 """Seconds without a change of its heartbeat after which the files of an agent outside the round are removed."""
 REMOVALS_PER_SECOND = 50.0
 MOST_AT_ONCE = 25
-"""Files in one step."""
 
 
 def old_rounds(names: Iterable[str], *, newest: int, kept: int) -> list[int]:

@@ -52,14 +52,7 @@ class KeyValueStore:
     """Keys and values in `folder` of `store`. Any text is a key, any bytes are a value."""
 
     def __init__(self, store: Store, folder: str, *, clock: Clock) -> None:
-        """Open, or create.
-
-        `folder` is a key prefix of its own, which nothing else uses.
-
-        Raises:
-            OSError: the filesystem refused for half a minute; here and in all methods.
-            StoreError: it always will, as for `Store`.
-        """
+        """`folder` is a key prefix of its own. OSError, as in all methods: the filesystem refused for half a minute."""
         self._store = store
         self._folder = f"{folder}/key"
         self._clock = clock
@@ -84,7 +77,6 @@ class KeyValueStore:
         self._timeout = timeout.total_seconds()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values, waited for as by `wait`."""
         self.wait(keys)
         return [self.get_waiting(key, self._timeout) for key in keys]
 
@@ -139,7 +131,6 @@ class KeyValueStore:
         return existed
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Return whether all of them have a value."""
         self._freshen()
         names = self._list()
         return all(self._newest(_digest(key), names).value is not None for key in keys)

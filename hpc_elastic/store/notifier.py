@@ -88,8 +88,6 @@ _in_short = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ValidDatagrams(Struct, frozen=True, kw_only=True):
-    """Content of the valid datagrams."""
-
     notified: bool
     alive: frozenset[str]
     """Uids of the senders, of notifications too."""
