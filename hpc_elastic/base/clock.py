@@ -1,8 +1,7 @@
 """The one module that reads the system's clocks; and how far apart the clocks of two hosts are.
 
-A packet that was sent at S by one host's clock since its boot and came at R by another's took some time: the receiver's
-clock is ahead of the sender's by at most R - S. Packets the other way bound it from below, as in NTP. The quickest
-packets count, but clocks drift apart: a bound that is `age` old has grown by `drift_ns(age)`.
+A packet sent at S by one host's clock that came at R by another's: the receiver's clock is ahead by at most R - S.
+Packets the other way bound it from below, as in NTP; a bound that is `age` old has grown by `drift_ns(age)`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from msgspec import Struct
 
 
 class Clock(Protocol):
-    """The clocks, and a wait that can be cut short. Tests pass a fake that jumps."""
-
     def monotonic(self) -> float:
         """Seconds that never go back, on this host only; ages, deadlines and leases use them."""
         ...
@@ -83,7 +80,6 @@ class Offset(Struct, frozen=True, kw_only=True):
     bound_ns: int
 
     def aged(self, age_ns: int) -> Offset:
-        """The same offset, `age_ns` before or after it was measured."""
         return Offset(offset_ns=self.offset_ns, bound_ns=self.bound_ns + drift_ns(age_ns))
 
 

@@ -1,10 +1,8 @@
 """Records to JSON and back: one way for everything that is written to disk, sent, or handed to another process.
 
-A record is a `msgspec.Struct` whose fields' types are its format. ``rename`` on the class gives a field its name in the
-JSON, ``array_like=True`` writes it as a list. Readers are strict about types and tolerant of everything else: unknown
-keys are ignored, missing ones take the field's default, and an unreadable file gives an `Unreadable`, a sentence, and
-no exception. The text itself is the standard library's JSON: msgspec's own encoder refuses the lone surrogates of paths
-that are not UTF-8.
+Readers are strict about types and tolerant of everything else: unknown keys are ignored, missing ones take the field's
+default. The text itself is the standard library's JSON: msgspec's own encoder refuses the lone surrogates of paths that
+are not UTF-8.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ def from_json(cls: type[R], value: object, **known: Any) -> R:
 
 
 NOT_DECODED = (MsgspecError, UnicodeError, RecursionError)
-"""The errors of a `decoder`."""
 
 
 @cache
@@ -84,7 +81,6 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def readable(cls: type[R], value: object) -> R | None:
-    """A record from JSON values, or None."""
     try:
         return from_json(cls, value)
     except UnreadableRecordError:
@@ -126,18 +122,15 @@ def _field(value: object, kind: Any) -> object:
 
 
 def readable_items(cls: type[R], values: object) -> tuple[R, ...]:
-    """The readable records of a list; empty for any other value."""
     found = (readable(cls, value) for value in (values if isinstance(values, list) else ()))
     return tuple(record for record in found if record is not None)
 
 
 def dumps(record: Struct) -> str:
-    """A record as one line of JSON."""
     return json.dumps(to_builtins(record, enc_hook=_encode), separators=(",", ":"))
 
 
 def loads(cls: type[R], text: str | bytes) -> R:
-    """A record from a text. Raises UnreadableRecordError: it is no JSON, or not that record."""
     try:
         value = parse_json(text)
     except (ValueError, RecursionError) as error:

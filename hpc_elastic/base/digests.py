@@ -37,8 +37,6 @@ def sha256(data: bytes) -> bytes:
 
 
 class Mac:
-    """HMAC-SHA256 with one key. Safe for several threads."""
-
     def __init__(self, key: bytes) -> None:
         key = sha256(key) if len(key) > _BLOCK_BYTES else key
         key = key.ljust(_BLOCK_BYTES, b"\0")

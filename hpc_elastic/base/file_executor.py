@@ -1,10 +1,7 @@
 """Access to filesystems that may hang or refuse: in another thread, and waited for in bounded time.
 
-A dead mount never answers, and a thread that asked it something can't be called back: not by a signal, and on some
-filesystems not by SIGKILL. So a loop that has workers to end leaves files to a thread of its own, a `FileExecutor`:
-`post` for actions that may take their time, `do` for those that are waited for, with a bound. An action that was given
-up may still happen when the mount comes back. `repeat` retries a refused action, and `read_each` reads many files of
-which any may hang.
+A thread that asked a dead mount something can't be called back: not by a signal, and on some filesystems not by
+SIGKILL. An action that was given up may still happen when the mount comes back.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ K = TypeVar("K")
 
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE = 1.0
-"""Seconds between two tries on a filesystem that refuses."""
 _REFUSALS = frozenset(
     getattr(errno, name)
     for name in (
@@ -129,8 +125,6 @@ def _read_until_stuck(items: Sequence[K], read: Callable[[K], T], patience: floa
 
 
 class FileExecutor:
-    """One daemon thread, which does one thing after another in the order in which they came."""
-
     def __init__(self, *, name: str = "files", clock: Clock | None = None) -> None:
         self._name = name
         self._clock = clock or SystemClock()
@@ -172,7 +166,6 @@ class FileExecutor:
         self._changed.notify()
 
     def _queue_later(self, now: float) -> float | None:
-        """Queue what is due. Returns seconds until the next action is."""
         while self._later and self._later[0][0] <= now:
             self._queue.append(self._later.popleft()[1])
         return self._later[0][0] - now if self._later else None
@@ -237,12 +230,10 @@ class FileExecutor:
         return outcome[0]
 
     def stuck_for(self) -> float:
-        """Seconds since which the thread has been busy with one action; 0 while it is idle."""
         since = self._since
         return 0.0 if since is None else self._clock.monotonic() - since
 
     def settle(self, within: float) -> bool:
-        """Wait until everything posted is done. Returns whether it is."""
         with self._changed:
             self._queue_later(math.inf)
         try:

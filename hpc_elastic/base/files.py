@@ -88,11 +88,8 @@ def sole_owner(folder: Path) -> int:
 
 
 class Owner(Enum):
-    """The accepted owners of a file."""
-
     OWN = "own"
     TRUSTED = "trusted"
-    """This user or root."""
     ANY = "any"
 
 
@@ -196,7 +193,6 @@ def write_private(path: Path, data: bytes | str, *, durable: bool = False, mode:
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
-    """`write_private` of `value` as JSON, keys in the mapping's order, one line break at the end."""
     write_private(path, json_text(value, indent=1) + "\n", durable=durable)
 
 
@@ -211,7 +207,6 @@ _DECEPTIVE = re.compile(f"[{DECEPTIVE}]")
 
 
 def escaped(char: str) -> str:
-    """A character as JSON and Python escape it."""
     return "".join(f"\\u{unit:04x}" for (unit,) in struct.iter_unpack(">H", char.encode("utf-16-be", "surrogatepass")))
 
 
@@ -247,7 +242,6 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
 
 
 def read_from(fd: int, limit: int) -> bytes:
-    """Read at most `limit` bytes from a descriptor's position."""
     chunks: list[bytes] = []
     while limit > 0 and (chunk := os.read(fd, min(limit, 1 << 20))):
         chunks.append(chunk)
@@ -274,8 +268,6 @@ def ask_about(folder: Path) -> bool:
 
 
 class Unreadable(str):
-    """The reason why a file could not be read."""
-
     errno: int | None = None
     """Set where the filesystem refused; another try may do better."""
 

@@ -87,7 +87,6 @@ def names_in(folder: Path | str) -> list[str]:
 
 
 def size_of(path: Path | str) -> int | None:
-    """The size of a file, also of a folded one; None: there is none."""
     try:
         return os.stat(path, follow_symlinks=False).st_size
     except OSError:
@@ -95,7 +94,6 @@ def size_of(path: Path | str) -> int | None:
 
 
 def read_parts(file: Path, *, owner: Owner = Owner.ANY) -> Parts:
-    """The parts of a folded file; none where it is missing, unreadable or another user's."""
     try:
         fd = open_checked(file, owner=owner)
     except (OSError, UnsafePathError):
@@ -115,7 +113,6 @@ def read_parts(file: Path, *, owner: Owner = Owner.ANY) -> Parts:
 
 
 def _folds(path: Path | str, owner: Owner) -> list[tuple[Path, Parts, str]]:
-    """The folded files of the attempt in which `path` lies, with its name in them."""
     whole = Path(os.path.abspath(path))
     for attempt in (whole, *whole.parents[:4]):
         if _ATTEMPT.match(attempt.name):

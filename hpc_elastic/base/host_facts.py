@@ -15,7 +15,6 @@ from pathlib import Path
 
 
 def interface_addresses() -> list[tuple[str, list[str]]]:
-    """The network interfaces and the IPv4 addresses of each, by name. Raises OSError."""
     import psutil
 
     return [
@@ -73,7 +72,6 @@ def files_written_by(pid: int) -> list[Path]:
 
 
 def kernel_text(path: str, errors: str = "replace") -> str:
-    """What a file of /proc or a cgroup holds; empty where it can't be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read().decode("utf-8", errors)
@@ -82,7 +80,6 @@ def kernel_text(path: str, errors: str = "replace") -> str:
 
 
 def kernel_fields(path: str, separator: str = ":") -> dict[str, str]:
-    """Its lines of a name and a value."""
     lines = (line.partition(separator) for line in kernel_text(path).splitlines())
     return {name: value.strip() for name, found, value in lines if found}
 

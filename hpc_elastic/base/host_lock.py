@@ -1,9 +1,7 @@
 """A lock between the processes of one user on one host, for resources that several of them change.
 
-This module alone imports filelock. The lock file lies on a filesystem of this host, never beside the data: a home may
-be on NFS, where flock(2) asks the server, is refused by some, and waits without end for one that is down (``LOCK_NB``
-too). So two hosts do not exclude each other: data that several hosts change is files that are written once, or goes
-through the store. Nothing fails without the lock: after the timeout, or without flock, the caller continues.
+The lock file lies on a filesystem of this host, never beside the data: NFS asks the server for flock(2), which may
+refuse, or wait without end (``LOCK_NB`` too). Nothing fails without the lock: after the timeout the caller continues.
 """
 
 from __future__ import annotations

@@ -85,7 +85,6 @@ class Waker:
         return b"".join(parts)
 
     def peek(self) -> bytes:
-        """The same, up to 4096 bytes, without removing them."""
         try:
             return self._read.recv(4096, socket.MSG_PEEK)
         except BlockingIOError:
@@ -97,14 +96,11 @@ class Waker:
 
 
 class Inbox(Generic[T]):
-    """What other threads put in for a loop, in order."""
-
     def __init__(self) -> None:
         self._waker = Waker()
         self._items: deque[T] = deque()
 
     def fileno(self) -> int:
-        """Readable from `put` to `take`."""
         return self._waker.fileno()
 
     def put(self, item: T) -> None:

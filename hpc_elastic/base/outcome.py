@@ -14,7 +14,6 @@ class Outcome(str, Enum):
     PREEMPTED = "preempted"
     """Notice was given: preemption, or the time limit is near."""
     TIMED_OUT = "timed_out"
-    """The time limit ended it."""
     SUPERSEDED = "superseded"
     """A later attempt took the run over while this one could not be reached (`launch.supersede`)."""
 
@@ -44,7 +43,6 @@ class GivenUp(str, Enum):
     """Why the supervisor starts no further agent on a node: `cause` of its event ``node_given_up``."""
 
     NOT_STARTED = "not_started"
-    """Slurm could not start an agent there."""
     COULD_NOT_RUN = "could_not_run"
     """The process there ended before it was an agent: no interpreter, no run directory, a failing TaskProlog."""
     DIED = "died"

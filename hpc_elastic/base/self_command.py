@@ -53,7 +53,6 @@ def source_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def ask_interpreter(python: str, source: str, *, seconds: float) -> str | None:
-    """What a text prints in any interpreter; None: it does not start, or does not answer."""
     try:
         done = subprocess.run(
             source_command(python, source),

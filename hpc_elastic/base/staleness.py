@@ -1,8 +1,7 @@
 """How long something has looked the same, by the observer's own monotonic clock.
 
-The one way in which this package finds that something is gone: the other side changes a value (a counter, mostly), the
-observer compares with a limit for how long it has seen the same one. No time of another host is read. Time in which
-the observer itself was paused (SIGSTOP, a suspended job, a filesystem that hung) does not count: it saw nothing then.
+The one way in which this package finds that something is gone; no time of another host is read. Time in which the
+observer itself was paused (SIGSTOP, a filesystem that hung) does not count: it saw nothing then.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class Staleness(Generic[K]):
     """The age of the last change of each of several observed values. Times are seconds of one monotonic clock."""
 
     def __init__(self, *, longest_gap: float = float("inf")) -> None:
-        """`longest_gap`: a longer time between two observations is a pause of the observer, in which nothing aged.
-        Infinite where the caller finds pauses itself (`paused_for`)."""
+        """`longest_gap`: a longer time between two observations is a pause of the observer, in which nothing aged."""
         self._longest_gap = longest_gap
         self._seen: dict[K, _Seen] = {}
         self._observed_at: float | None = None
@@ -48,7 +46,6 @@ class Staleness(Generic[K]):
         return max(0.0, now - seen.since)
 
     def observe_all(self, values: Mapping[K, object], now: float) -> dict[K, float]:
-        """`observe` all present keys; others are forgotten. Returns their ages."""
         self._note_gap(now)
         for key in self._seen.keys() - values.keys():
             del self._seen[key]
@@ -69,7 +66,6 @@ class Staleness(Generic[K]):
         return seen is not None and seen.since > moment
 
     def paused_for(self, seconds: float, *, now: float) -> None:
-        """Add a pause of the observer, in which nothing aged."""
         for seen in self._seen.values():
             seen.since = min(now, seen.since + seconds)
 

@@ -31,12 +31,10 @@ def safe_text(text: str) -> str:
 
 
 def clean_line(text: str) -> str:
-    """The text as one line that is safe to show."""
     return safe_text(text).replace("\n", " ").replace("\t", " ")
 
 
 def clean_lines(text: str) -> list[str]:
-    """The text's lines, safe to show."""
     return [line.replace("\t", "    ") for line in safe_text(text).rstrip("\n").split("\n")]
 
 
@@ -90,7 +88,6 @@ class RangeReader:
 
 
 def range_bounds(text: str) -> list[tuple[int, int]] | None:
-    """The first and the last number of each range; None for another text than those of `ranges`."""
     found = []
     for part in text.split(","):
         match = _RANGE.match(part)

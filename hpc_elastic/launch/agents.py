@@ -38,11 +38,9 @@ SETTLE_SECONDS = 0.3
 NEWS_SECONDS = 10.0
 """The same delay where the store does not answer whether the run has ended."""
 MESSAGE_SECONDS = 1.0
-"""Additional delay for the message that explains an end."""
 FIRST_TRIAL = 3.0
 """Seconds from a loss to the first trial. A node that only stood still is back by then."""
 LONGEST_PAUSE = 120.0
-"""The pauses between trials double up to this."""
 MAX_TRIALS = 8
 """About ten minutes: a site's SlurmdTimeout, and a slow reboot."""
 _LASTING = (ExitCode.USAGE, 126, 127)  # the shell's codes for what can't be executed, and what is not found
@@ -53,7 +51,6 @@ _LEFT = {
     # Never with a new agent: it would take an empty folder for a run that begins.
     STORE_LOST_CODE: (GivenUp.STORE_LOST, "its agent has lost the run's store"),
 }
-"""Exit codes of agents after which no other agent would do better on that node."""
 
 
 class UnableNode(Struct, frozen=True, kw_only=True):
@@ -74,14 +71,10 @@ class UnableNode(Struct, frozen=True, kw_only=True):
 class UnableNodes(Struct, frozen=True):
     nodes: tuple[UnableNode, ...]
     total: int
-    """The number of all nodes."""
 
     @property
     def is_same_everywhere(self) -> bool:
-        """Whether they failed alike, by something that lasts: another attempt would end the same way.
-
-        One failing node shows nothing about the others, unless its agent itself says that the run is not usable.
-        """
+        """One failing node shows nothing about the others, unless its agent itself says that the run is not usable."""
         count, codes = len(self.nodes), {node.code for node in self.nodes}
         if count == self.total and all(node.lasts for node in self.nodes):
             return True
@@ -94,11 +87,9 @@ class UnableNodes(Struct, frozen=True):
 
     @property
     def are_refusals(self) -> bool:
-        """Whether every agent refused the run's options: the job had enough nodes."""
         return len(self.nodes) == self.total and all(node.code == ExitCode.USAGE for node in self.nodes)
 
     def __str__(self) -> str:
-        """The nodes that could not run the agent, with reasons; empty: none."""
         if not self.nodes:
             return ""
         first = self.nodes[0]
@@ -140,20 +131,16 @@ class Agents(Struct, eq=False):
     _relaunched: Counter[int] = field(default_factory=Counter)
     _trials: dict[int, _Trial] = field(default_factory=dict)
     _have_trained: set[int] = field(default_factory=set)
-    """Nodes that have been members: another one may just be slow to start."""
     _looks_asked: int = 0
     _looks_done: int = 0
     _announced: frozenset[str] = field(default_factory=frozenset)
-    """Uids of all agents that were ever seen in the store."""
     _announcements: Counter[int] = field(default_factory=Counter)
-    """Node → number of its agents among them."""
     _announced_by_end: Counter[int] = field(default_factory=Counter)
     """The same at the time of the node's last handled end."""
     _unable: dict[int, UnableNode] = field(default_factory=dict)
     _given_up: dict[int, set[GivenUp]] = field(default_factory=dict)
 
     def launch(self) -> None:
-        """Start one agent on every node. Raises HpcElasticError: none could be started."""
         self.launcher.launch()
         self.events.write(AgentsLaunched(nodes=len(self.names)))
 
@@ -310,7 +297,6 @@ class Agents(Struct, eq=False):
         return UnableNodes(tuple(self._unable.values()), len(self.names))
 
     def why_none_is_left(self, refusal: object) -> str:
-        """`refusal` is the filesystem's refusal of this process itself, or None."""
         unhealthy, refused, known = self._count(GivenUp.UNHEALTHY), self._count(GivenUp.REFUSED), len(self._given_up)
         reasons = [f"{unhealthy} of {known} failed a health check"] if unhealthy else []
         if refused:

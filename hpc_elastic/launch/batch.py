@@ -48,7 +48,6 @@ def run_batch(
     nodes: Sequence[str] | None = None,
     keep: Sequence[int] = (),
 ) -> int:
-    """Supervise one attempt in this job. Returns its exit code, 75 if the job was requeued. Raises UsageError."""
     ending = not_ignored([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     signals = SignalQueue([signal.SIGUSR2, signal.SIGCHLD, *ending])
     umask = os.umask(0o077)
@@ -128,7 +127,6 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
 
 
 def print_job_nodes(run_dir: Path, env: Mapping[str, str]) -> int:
-    """Print the nodes that the job has now; none if it does not run. Returns 1 if Slurm can't be asked."""
     paths, _ = load_run(run_dir)
     try:
         print(*SlurmSite(env, clock=RunClock(), umask=0o077, script=own_script(paths)).job_nodes())
@@ -154,16 +152,9 @@ def _append_to_job_log(path: Path) -> None:
 def write_back(fd: int, clock: Clock, *, interval: float = 1.0) -> bool:
     """Let other hosts read the job log while the job runs: a thread asks for the open file's times again and again.
 
-    The batch script, srun and all that they start hold it open for the whole job. What is written to an open file an
-    NFS client keeps until it is half a minute old. Before Linux's client answers a stat, it writes the file out
-    (nfs_getattr, read in 6.x); where nothing is kept back, as on Lustre or a local disk, a stat costs next to nothing,
-    unlike an fsync. The thread alone waits where the mount hangs.
-
-    Args:
-        interval: A server sees at most one WRITE in so many seconds, of a job that prints.
-
-    Returns:
-        Whether the thread was started: not for a pipe or a terminal.
+    An NFS client keeps what is written to an open file until it is half a minute old, but writes it out before it
+    answers a stat (nfs_getattr, read in 6.x). Where nothing is kept back, a stat costs next to nothing, unlike an
+    fsync. Only the thread waits where the mount hangs.
     """
     try:
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)

@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 120.0
-"""Time for the report of a large run, on a slow filesystem."""
 HUNG_SECONDS = 5.0
 """A filesystem without any answer for this long is logged, and no more waited for while the user waits."""
 FULL_SECONDS = 10.0
@@ -77,7 +76,6 @@ T = TypeVar("T")
 
 
 def log_plain(text: str) -> None:
-    """Write text to the job log as it is: the head, the report."""
     logging.getLogger(JOB_LOG).info("%s", text)
 
 
@@ -100,7 +98,6 @@ class _End:
         self._disk = disk
         self._next_job = ""
         self._is_removed = False
-        """The attempt's folder is gone: another attempt would find no run either."""
         spec, attempt, before = context.spec, context.attempt, None
         context.events.write(VerdictReached(outcome=result.outcome.value, reason=result.reason))
         if attempt.number:
@@ -147,7 +144,6 @@ class _End:
         self._write_decision()
 
     def _requeue(self, nodes: NextNodes, *, is_late: bool = False) -> bool:
-        """Queue the next attempt. A failure turns the decision into an end, and returns False."""
         spec = self._context.spec
         fixed = spec.min_nodes == spec.max_nodes
         plan = NextAttempt(
@@ -286,7 +282,6 @@ class _End:
         logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
 
     def _report(self, history: RunHistory | None) -> bool:
-        """Whether the job log has the report. A failure of the report never hides the result."""
         try:
             decision = self._decision
             report = write_attempt_report(self._context, self._result, decision, history)
@@ -350,7 +345,6 @@ def nodes_needed(spec: RunSpec) -> int:
 
 
 def keep_evidence(paths: RunPaths, seen: Collection[Evidence], *, now_ns: int) -> NodeRecord:
-    """Add the attempt's evidence to nodes.json. Returns all that counts for this run. Raises OSError."""
     record = load_record(paths.nodes_json)
     if record.problem:
         logger.warning("%s %s: its records of nodes are lost", paths.nodes_json, record.problem)
@@ -399,21 +393,15 @@ def checked(nodes: NextNodes, site: Site, paths: RunPaths, eligible: EligibleNod
 
 
 class LastFiles(Struct, eq=False):
-    """Runs file operations, and goes on without a filesystem that does not answer."""
-
     files: FileExecutor
     is_hurried: Callable[[], bool]
     """The user has asked (again) for the end: a mount that hangs is not waited for then."""
     is_late: bool
     """A signal has ended the attempt: too little time for a mount that may never answer."""
     _has_refused: bool = False
-    """A retry has timed out before."""
 
     def do(self, action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
-        """Do `action`, again while the filesystem refuses or is full, as long as one that hangs is waited for.
-
-        Returns `otherwise` where it hangs. With `answers` the filesystem has just answered, so a long time means work.
-        """
+        """Returns `otherwise` where the filesystem hangs. Where it `answers`, a long time means work."""
         is_stuck = self.files.stuck_for() > HUNG_SECONDS
         within = HUNG_SECONDS if is_stuck or (self.is_late and not answers) else REPORT_SECONDS
         began, refused_within = time.monotonic(), 0.0 if self._has_refused else within

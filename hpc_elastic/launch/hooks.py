@@ -1,8 +1,7 @@
 """The user's own commands on the batch host: ``--notify`` and ``--after``.
 
-A notice is JSON for the user's command, or posted to the user's URL by a process of our own, since nothing else bounds
-a name server or a server that sends a byte a minute. The supervisor waits for them at its very end only. What fails is
-an event, a line of the job log and of the report, and never the run's failure.
+Our own process posts to a URL, since nothing else bounds a name server, or a server that sends a byte a minute. What
+fails is an event, a line of the job log and of the report, and never the run's failure.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from hpc_elastic.workers.user_command import CommandEnd, UserCommand, describe_e
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 10.0
-"""Time to wait for the filesystem that has the report."""
 LATE_SECONDS = 5.0
 """Most seconds of ``--after`` where Slurm's SIGKILL is near."""
 _END_SECONDS = 2.0
@@ -48,13 +46,10 @@ _BAD = (Outcome.FAILED, Outcome.TOO_FEW_NODES)
 
 
 class FailureNotice:
-    """Finds what to give notice of in the rendezvous' records: the first failure, and hangs. Pure."""
-
     def __init__(self) -> None:
         self.has_failed = False
         self._hung_round = -1
         self._members: set[str] = set()
-        """Uids of the last final round's members."""
         self._before: RoundRecord | None = None
 
     def take(self, record: RoundRecord) -> list[tuple[str, str]]:
@@ -78,8 +73,6 @@ class FailureNotice:
 
 
 class BatchCommands:
-    """The user's commands on the batch host in one attempt. Main thread only."""
-
     def __init__(self, context: AttemptContext) -> None:
         self.context = context
         core_limit = resource.getrlimit(resource.RLIMIT_CORE)
@@ -103,7 +96,6 @@ class BatchCommands:
                 self.notify(what, f"{self.context.spec.name}: {what}: {reason}", reason=reason, round=record.round)
 
     def notify(self, what: str, text: str, **facts: Any) -> None:
-        """Give notice of a ``failure``, ``hang``, ``requeue`` or ``end``, with a line of text. Does not wait."""
         target = self.context.spec.notify
         if not target:
             return
@@ -127,10 +119,7 @@ class BatchCommands:
     def run_last(
         self, result: AttemptResult, decision: RequeueDecision, *, files: FileExecutor, is_hurried: Callable[[], bool]
     ) -> bool:
-        """Give notice of the attempt's end, and run ``--after`` where the run has ended.
-
-        Returns whether a command of this attempt has failed, so that the report should be written again.
-        """
+        """Returns whether a command of this attempt has failed, so that the report should be written again."""
         spec, outcome = self.context.spec, result.outcome.value
         if not (spec.notify or spec.after):
             return False
@@ -243,7 +232,6 @@ def end_with_commands(
     files: FileExecutor,
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> None:
-    """`BatchCommands.run_last`, then the report again if a command failed. Never raises."""
     try:
         if commands.run_last(result, decision, files=files, is_hurried=is_hurried):
             files.do(lambda: write_attempt_report(commands.context, result, decision), within=REPORT_SECONDS)

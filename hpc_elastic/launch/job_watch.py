@@ -26,13 +26,10 @@ from hpc_elastic.slurm.notation import compress
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
-"""One cheap call each."""
 RETRY_SECONDS = 15.0
-"""Interval while the controller does not answer."""
 SOON_SECONDS = 5.0
 """Delay after a node was lost: Slurm may just be reporting it."""
 ASK_AGAIN_SECONDS = 3.0
-"""Interval between questions whether this node still belongs to the job."""
 _WHY = {
     Allocation.LOST: "Slurm has given this node up, or has requeued the job",
     Allocation.UNKNOWN: "Slurm can't be asked from here",
@@ -78,7 +75,6 @@ class EndClaim(Struct, eq=False):
     """When to call `step` next, monotonic; None: not begun, or over."""
     _question: SlurmQuestion[Allocation] = UNSET  # type: ignore[assignment]
     _deadline: float = 0.0
-    """When the end is claimed without Slurm's answer."""
     _ask_at: float = 0.0
     _has_warned: bool = False
 
@@ -124,7 +120,6 @@ class ControllerOutage:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.since: float | None = None
-        """Monotonic; None: it answers."""
 
     def on_answer(self, error: SlurmUnavailableError | None) -> None:
         now = self._clock.monotonic()
@@ -185,7 +180,7 @@ class JobWatch:
         return None if self._question.is_open else self._look_at
 
     def look(self, *, used: Sequence[str] | None, lost: Sequence[str]) -> None:
-        """Ask when it is time, and log news. Never waits. `used` is None while nodes are just meeting."""
+        """`used` is None while nodes are just meeting."""
         now = self._clock.monotonic()
         if tuple(lost) != tuple(self._lost):
             self._lost = tuple(lost)

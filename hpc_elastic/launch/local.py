@@ -41,7 +41,6 @@ LAST_SECONDS = 1.0
 _LOOK_SECONDS = 2.0
 """Interval of looks at the child: no event reports that it ended but for a thread that a mount holds."""
 _LOOK_CLOSELY_SECONDS = 0.5
-"""The interval once it was asked to end."""
 _READY = b"r"
 
 
@@ -136,7 +135,6 @@ class _Front:
             self._dead_since = time.monotonic()
 
     def _status(self) -> int | None:
-        """The exit code, where it is over for the shell that waits."""
         pid, status = os.waitpid(self._child, os.WNOHANG)
         if pid == self._child:
             code = os.waitstatus_to_exitcode(status)
@@ -169,9 +167,7 @@ logger = logging.getLogger(__name__)
 HUNG_DEAD_SECONDS = 0.5
 """An agent that ended, but for a thread that a mount holds, counts as ended after this."""
 HUNG_LOOK_SECONDS = 1.0
-"""Interval of looks for such agents: no event reports them."""
 KILL_SECONDS = 5.0
-"""Time for a process to be gone after SIGKILL (D state)."""
 LOOK_SECONDS = 0.02
 
 
@@ -186,7 +182,6 @@ class AgentProcess:
     """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], umask: int) -> None:
-        """`argv` begins with the program's whole path. Raises OSError."""
         own = os.umask(umask)
         try:
             self.pid = os.posix_spawn(
@@ -203,7 +198,6 @@ class AgentProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The end, as in `subprocess`; None while it runs."""
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -232,8 +226,6 @@ def _closing() -> list[tuple[int, int]]:
 
 
 class LocalLauncher:
-    """One `AgentProcess` per node: a terminal's Ctrl-C reaches the supervisor alone. For the main thread."""
-
     hears_all_ends = True  # they are our children
 
     def __init__(
@@ -249,7 +241,6 @@ class LocalLauncher:
         self._environment = environment
         self._umask = umask
         self._agents: dict[int, tuple[int, AgentProcess]] = {}
-        """pidfd → node, process."""
         self._failed: list[AgentEnd] = []
         self.unlaunched: Mapping[int, str] = {}
         self._dead_since: dict[int, float] = {}
@@ -319,7 +310,6 @@ class LocalLauncher:
         self._wait_for_leftovers(KILL_SECONDS)
 
     def _wait_for_leftovers(self, seconds: float) -> None:
-        """Wait until the guardians of killed agents have done their work: the caller expects nothing to be left."""
         marks = {self._environment(node).get(NODE_TAG_VARIABLE) for node in range(self._nodes)} - {None}
         job = self._environment(0).get(JOB_VARIABLE)  # a job that a worker submitted may carry the mark, too
         began = time.monotonic()
@@ -342,8 +332,6 @@ class LocalLauncher:
 
 
 class LocalSite(Site):
-    """This machine as a cluster: nodes are agents side by side, and a requeue is the next attempt at once."""
-
     def __init__(
         self, env: Mapping[str, str], *, umask: int, limit_is_near: Callable[[], bool] = lambda: False
     ) -> None:

@@ -35,11 +35,9 @@ class NodeWish(Struct, frozen=True, kw_only=True):
     least: int | None = None
     """MIN of ``--nodes``; None: not given, all free nodes are wanted."""
     most: int | None = None
-    """MAX of ``--nodes``, with the spares."""
 
 
 def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, str]) -> tuple[str, ...]:
-    """The run's nodes, in the allocation's order; `taken` maps nodes to the run that has them. Raises UsageError."""
     listed, excluded = set(wish.listed), set(wish.excluded)
     foreign = [node for node in wish.listed if node not in allocated]
     if foreign:
@@ -78,10 +76,9 @@ class NodeClaims(Struct):
     folder: Path | None
     """None: no claims can be made here, and runs are not kept apart."""
     held: dict[str, int] = field(default_factory=dict)
-    """Node → the descriptor that holds its lock."""
 
     def claim(self, allocated: Sequence[str], wish: NodeWish) -> tuple[str, ...]:
-        """Choose nodes and hold them until all that inherit the descriptors have ended. Raises UsageError."""
+        """Choose nodes and hold them until all that inherit the descriptors have ended."""
         if self.folder is None:
             return choose_nodes(allocated, wish, {})
         chosen: tuple[str, ...] = ()

@@ -1,7 +1,4 @@
-"""Decisions about the requeue, with reasons; pure.
-
-`decide_arming` chooses the way at an attempt's start; `decide_requeue` takes it or not at the end.
-"""
+"""Decisions about the requeue, with reasons; pure."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class RequeueWay(str, Enum):
 class Arming(Struct, frozen=True):
     way: RequeueWay
     reason: str = ""
-    """The reason for no way, or an unusual one."""
 
     @property
     def is_armed(self) -> bool:
@@ -56,14 +52,7 @@ def decide_arming(
     problem: str = "",
     missing: str = "",
 ) -> Arming:
-    """Decide how the run gets its next attempt, if at all.
-
-    Args:
-        state: None: Slurm has no record of the job, or could not be asked.
-        can_chain: The submitted script is this program's own, so it can be submitted once more.
-        problem: The reason why Slurm could not be asked.
-        missing: The reason why Slurm can never be asked: no commands here.
-    """
+    """`state` is None where Slurm has no record of the job, or could not be asked."""
     own_script = "the batch script is not one that hpc-elastic submit made"
     if not (spec.requeue and spec.max_requeues > 0):
         return Arming(RequeueWay.NONE, "--no-requeue or --max-requeues 0 was given")
@@ -110,7 +99,6 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     cancelled: bool = False
     """The job was cancelled after the attempt had been given up for another reason."""
     notice: str = ""
-    """The preemption notice's `signals.Meaning`, if there was one."""
 
 
 def closed_result(record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None) -> AttemptResult:
@@ -127,7 +115,6 @@ def closed_result(record: RoundRecord, outcome: Outcome, *, signal_number: int |
 
 A_BUG = "a bug in the script?"
 _MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
-"""Slurm ended it, though nothing is wrong with the run: it goes on in the queue."""
 
 
 class RequeueDecision(Struct, frozen=True, kw_only=True):
@@ -135,7 +122,6 @@ class RequeueDecision(Struct, frozen=True, kw_only=True):
     reason: str
     exit_code: int
     delay: float = 0.0
-    """Seconds before which the next attempt must not begin."""
 
 
 def idle_attempts(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> int:
@@ -153,10 +139,7 @@ def _made_progress(before: StoredResult | None, spec: RunSpec, result: AttemptRe
 def decide_requeue(
     before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult, *, idle: int = 0
 ) -> RequeueDecision:
-    """Decide whether another attempt follows: where it can mend the end of this one (spent restarts, lost nodes).
-
-    The end of the attempt `before` is None for the first one, or where it is unknown.
-    """
+    """`before` is None for the first attempt, or where its end is unknown."""
     if result.outcome is Outcome.SUCCEEDED:
         return _end("the run succeeded", ExitCode.OK)
     code, why = _exit_code(result), result.reason

@@ -49,20 +49,17 @@ GONE_WITH_EPILOG = 28.0
 class NextAttempt(Struct, frozen=True, kw_only=True):
     way: RequeueWay = RequeueWay.REQUEUE
     delay: float = 0.0
-    """Seconds before which it must not begin."""
     excluded: tuple[str, ...] | None = None
     """The job's whole list; empty: none; None: unchanged."""
     is_late: bool = False
     """Slurm ends this process in KillWait: no retries."""
     script: Path | None = None
-    """The script for a follow-on job; None: the job can only be requeued."""
     nodes: tuple[int, int] | None = None
     """Nodes to train on, and the same with the spares, where both are fixed and differ: a drained spare is not waited
     for. None: unchanged.
     """
     falls_back: bool = True
     placement: tuple[str, ...] = ()
-    """sbatch's arguments that keep a follow-on job on this job's cluster."""
 
 
 class EligibleNodes(Struct, frozen=True, kw_only=True):
@@ -74,7 +71,6 @@ class EligibleNodes(Struct, frozen=True, kw_only=True):
 
 
 def eligible_nodes(client: SlurmClient, job: JobId) -> EligibleNodes | None:
-    """The nodes of the job's partitions; None: Slurm does not know the job, or can't be asked."""
     try:
         state = client.job_state(job)
         if state is None:
@@ -99,7 +95,6 @@ class Requeued(Struct, frozen=True, kw_only=True):
 
 class JobRequeuer(Struct, eq=False):
     client: SlurmClient
-    """Every call may take a minute."""
     clock: Clock
     job: JobId
     restart_count: int
@@ -182,7 +177,6 @@ class JobRequeuer(Struct, eq=False):
         return f" (not without {compress(nodes)}: {problem})"
 
     def _resize(self, plan: NextAttempt, patience: float) -> str:
-        """Ask for no more nodes than are up, and for all of them again when they are back."""
         asked = self._nodes_to_ask(plan)
         if asked is None:
             return ""
@@ -203,8 +197,6 @@ class JobRequeuer(Struct, eq=False):
         return node_range(plan.nodes, names=names, up=up) if names else None
 
     def _update(self, action: Callable[[], None], patience: float) -> str | None:
-        """Repeat until it is done, or impossible. Returns why not."""
-
         def again(error: BaseException) -> bool:
             # Not pending: the requeue is on its way, or it runs again already, and then it stays so.
             passing = isinstance(error, SlurmUnavailableError | JobNotPendingError)
@@ -285,10 +277,7 @@ def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None
 
 
 def node_range(nodes: tuple[int, int], *, names: Collection[str], up: Collection[str]) -> tuple[tuple[int, int], str]:
-    """The nodes to ask for: all spares if enough nodes are up, else as many as there are. Pure.
-
-    Returns the range, and why it is not all; empty: it is. Busy nodes are `up`.
-    """
+    """Returns the range, and why it is not all; empty: it is. Busy nodes are `up`."""
     train, with_spares = nodes
     if len(up) >= with_spares:
         return (with_spares, with_spares), ""

@@ -58,26 +58,20 @@ BEGIN_SECONDS = 120.0
 """Time to wait for a filesystem that refuses, as an agent waits for it before a round."""
 
 _MOST_BYTES = 16 << 20
-"""Most bytes that may wait to be written to stdout."""
 FOLD_SECONDS = 20.0
 """Time for the files of a run that is over, while its allocation waits; what is left stays where it is."""
 LATE_FOLD_SECONDS = 3.0
-"""The same where Slurm's SIGKILL is near, or the user has asked for the end."""
 _JOB_LOG_SECONDS = 2.0
-"""Time to wait for the job log at the end: it may lie on a mount that hangs."""
 _READ_SECONDS = 1e6
 """A terminal, or a reader at a pipe's other end, takes its time."""
 T = TypeVar("T")
 
 
 class FilesystemSilentError(HpcElasticError):
-    """An attempt ended before it began, since the run directory does not answer."""
-
     template = "{path} has not answered for {seconds:.0f} s: nothing was started; is its filesystem there (df {path})?"
 
 
 def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, signals: SignalQueue) -> RequeueDecision:
-    """Run one attempt to its end: report, requeue. Raises HpcElasticError, OSError where it could not begin."""
     signals.hear_as(signal.SIGUSR2, spec.signals_to_handle)
     try:
         return _AttemptRun(paths, spec, site, clock, signals, FileExecutor(clock=clock)).run()
@@ -88,8 +82,6 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
 
 
 class _AttemptRun(Struct, eq=False):
-    """The frame of one attempt. Its thread touches no file of the run: `files` does, which may hang."""
-
     _paths: RunPaths
     _spec: RunSpec
     _site: Site
@@ -170,7 +162,6 @@ class _AttemptRun(Struct, eq=False):
         return decision
 
     def _fold(self, *, within: float) -> None:
-        """Put the run's small files together: no process writes to them any more, and no attempt follows."""
         by = self._clock.monotonic() + within
 
         def is_late() -> bool:
@@ -182,7 +173,6 @@ class _AttemptRun(Struct, eq=False):
             logger.info("the run's files stay as they are: %s", error)
 
     def _on_disk(self, action: Callable[[], T]) -> T:
-        """Wait for a file operation before the attempt begins; a signal ends the wait on a filesystem that hangs."""
         try:
             return self._files.do(
                 action,
@@ -254,10 +244,7 @@ _ASK_SECONDS = 5.0
 
 
 def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, str]:
-    """Versions of this package, the site, and the workers' Python and torch where known.
-
-    `entry` is None for workers in a container, whose interpreter is not on this host.
-    """
+    """`entry` is None for workers in a container, whose interpreter is not on this host."""
     python = _interpreter(entry)
     if python == sys.executable:
         from importlib.metadata import PackageNotFoundError, version
@@ -319,10 +306,7 @@ class _Handler(logging.Handler):
 
 
 class JobOutput:
-    """This process' stdout: a queue, since it may be a file on a mount that hangs.
-
-    `log_plain` and the package's loggers write to it.
-    """
+    """This process' stdout: a queue, since it may be a file on a mount that hangs."""
 
     def __init__(self) -> None:
         self._job_log = JobLog(1, total_bytes=_MOST_BYTES, source_bytes=_MOST_BYTES)
@@ -336,21 +320,18 @@ class JobOutput:
         self._close_seconds = _READ_SECONDS if 1 in output_pipes() else _JOB_LOG_SECONDS
 
     def close(self) -> bool:
-        """Write what waits. Returns whether stdout took it all, in bounded time."""
         for name, handler in self._handlers.items():
             logging.getLogger(name).removeHandler(handler)
         return self._job_log.close(self._close_seconds)
 
 
 def log_to_stdout() -> JobOutput:
-    """Send the supervisor's messages to the job log, like the workers'. The process' end flushes it."""
     output = JobOutput()
     atexit.register(output.close)
     return output
 
 
 def load_run(run_dir: Path) -> tuple[RunPaths, RunSpec]:
-    """Raises UsageError: `run_dir` is not visible from this host, or no run directory."""
     paths = RunPaths(run_dir.absolute())
     try:
         return paths, load_run_spec(paths.run_json)

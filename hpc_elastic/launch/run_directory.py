@@ -1,8 +1,4 @@
-"""Folders of runs and attempts: made, claimed, found again, and removed where a submission fails.
-
-A run may go on in a follow-on job (`job_now`), and a requeued batch script of the user's own, which is only ``run``
-again, finds the run that it began (`earlier_run`).
-"""
+"""Folders of runs and attempts: made, claimed, found again, and removed where a submission fails."""
 
 from __future__ import annotations
 
@@ -41,10 +37,8 @@ _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 class NewRun(Struct, frozen=True):
     paths: RunPaths
     made: tuple[Path, ...]
-    """The folders that were made for it, outermost first."""
 
     def discard(self) -> None:
-        """Remove it, and the folders that were made for it if they are still empty. Never raises."""
         shutil.rmtree(self.paths.root, ignore_errors=True)
         _remove_empty(self.made)
 
@@ -125,7 +119,6 @@ def check_checkpoint_dir(spec: RunSpec) -> None:
 
 
 def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:
-    """Make each task's run directory, and job log, in the array's. Raises UsageError: the caller discards the array."""
     for task in tasks:
         paths = array.task(task)
         try:
@@ -195,13 +188,10 @@ _LOOK_SECONDS = 0.2
 
 
 class RunElsewhereError(HpcElasticError):
-    """Two jobs were submitted for one run directory, and this is the later one."""
-
     template = "attempt {attempt} of this run is running in job {job}; this job ends, and changes nothing"
 
 
 def read_attempt(attempt: AttemptPaths) -> AttemptInfo | None:
-    """None: it gave way to another one, was never written, or can't be read."""
     try:
         return load_attempt(attempt.attempt_json)
     except UnreadableAttemptError:
@@ -209,7 +199,6 @@ def read_attempt(attempt: AttemptPaths) -> AttemptInfo | None:
 
 
 def claim_attempt(paths: RunPaths) -> AttemptPaths:
-    """Make the directory of a new attempt, for this process alone, and point ``latest`` at it. Raises OSError."""
     before = paths.attempts()
     number = before[-1].number + 1 if before else 0
     while True:
@@ -233,12 +222,9 @@ def give_way(
     is_running: Callable[[str], bool],
     clock: Clock,
 ) -> None:
-    """Leave a run alone that is going on in another job: of two that begin at once, the later one gives way.
+    """The later one of two jobs that begin at once gives way: RunElsewhereError, and `mine` is removed.
 
     A batch script that begins late, on a node that Slurm has given up since, gives way to the same job's newer start.
-
-    Raises:
-        RunElsewhereError: it gives way; `mine`, the claimed attempt, is removed.
     """
     deadline = clock.monotonic() + YOUNG_SECONDS
     for number in range(mine.number - 1, -1, -1):

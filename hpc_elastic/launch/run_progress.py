@@ -20,34 +20,27 @@ _MOST_RANKS_LOOKED_AT = 64
 
 
 class StepStatus(Struct, frozen=True, kw_only=True):
-    """Known from the heartbeats. Ages in seconds."""
+    """Ages in seconds."""
 
     least: int
     most: int
     behind: tuple[int, ...]
     """Ranks at `least`, unless all are there."""
     ranks: int
-    """Number of ranks that have reported a step."""
     told_seconds: float
-    """Age of the newest report."""
     heartbeat_seconds: float | None = None
     steps_per_second: float | None = None
     """The slowest node's, over the last minute; None: not known yet."""
     total: int | None = None
-    """Steps of the whole training, where the script reports that."""
     seconds_to_end: float | None = None
     loss: float | None = None
     """The lowest reporting rank's last one."""
     checkpoint_seconds: float | None = None
-    """Age of this round's newest complete checkpoint."""
     checkpoint_step: int | None = None
-    """The furthest step in a checkpoint."""
     source: ProgressSource
 
 
 class OutputStatus(Struct, frozen=True, kw_only=True):
-    """Known from the workers' logs, where they report no steps."""
-
     bytes: int
     silent_seconds: float | None
     """None: none has printed yet."""

@@ -1,8 +1,7 @@
 """The present state of a run: by its files and, where they hold no end, by Slurm.
 
-`read_status` reads a handful of files, however many nodes and rounds a run has (the events, the report's story, are
-too much to read for a line of `list`). Ages compare this host's wall clock with the writers': for people, not for
-decisions.
+Events are too much to read for a line of `list`. Ages compare this host's wall clock with the writers': for people,
+not for decisions.
 """
 
 from __future__ import annotations
@@ -48,29 +47,22 @@ _LARGEST_RECORD = 16 << 20
 _LAST_LINES = 20
 _JOBS_AT_ONCE = 500
 _CLOCKS_DIFFER_SECONDS = 600.0
-"""Most seconds between the controller's and a batch host's clocks."""
 FORGOTTEN_SECONDS = 300.0
-"""A run whose job is unknown to Slurm, and whose files stay unchanged this long, has ended: agents write each half
-minute at least. (Slurm forgets an ended job after MinJobAge, 300 s on most sites.)
-"""
+"""Files of a run unchanged this long, whose job Slurm has forgotten (MinJobAge, 300 s mostly): it has ended."""
 _OUTCOMES: Mapping[str, str] = {
     "COMPLETED": "unknown",
     "CANCELLED": Outcome.CANCELLED.value,
     "PREEMPTED": Outcome.PREEMPTED.value,
     **dict.fromkeys(("TIMEOUT", "DEADLINE"), Outcome.TIMED_OUT.value),
 }
-"""The outcome of a run without a verdict, by its job's state; any other has failed."""
 
 
 class RunState(str, Enum):
     SUBMITTED = "submitted"
     MEETING = "meeting"
-    """Nodes come together: at the start, or after a failure."""
     UP = "up"
-    """The processes of a round are up; no step of it is known."""
     TRAINING = "training"
     SAVING = "saving"
-    """A notice was given: the job is about to end, and workers save."""
     ENDING = "ending"
     REQUEUED = "requeued"
     ENDED = "ended"
@@ -88,7 +80,6 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
     round: int | None = None
     members: tuple[str, ...] = ()
-    """Nodes of the round, by group rank."""
     workers: int = 0
     lost: tuple[str, ...] = ()
     waiting: int = 0
@@ -103,10 +94,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     resting: float | None = None
     """Seconds without any work of any worker, by the kernel's counts; 0: there is work; None: unknown."""
     suspicion: str = ""
-    """Why the run seems to hang; empty: it does not."""
     slow_ranks: tuple[SlowRank, ...] = ()
     slow_pace: RunPace | None = None
-    """The run is slower as a whole than it was."""
     output: OutputStatus | None = None
     """Read on request, where a round's workers report no steps."""
     preload: Preload | None = None
@@ -221,10 +210,7 @@ def with_slurms_end(
 ) -> RunStatus:
     """`status` with the end that its files do not hold, where Slurm says that its job has ended.
 
-    Args:
-        job: None: not asked, or see `is_known`.
-        is_known: False: neither Slurm's controller nor its accounting knows the job (any more).
-        silent_seconds: Time since a file of the newest attempt, or before the first of the run, changed.
+    `is_known` is false where neither controller nor accounting knows the job (any more); else no `job` means not asked.
     """
     if status.state is RunState.ENDED or status.cluster != "slurm":
         return status
@@ -389,7 +375,6 @@ def query_job_states(
 
 
 def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[JobId, JobState]:
-    """States by the requested ids: an array's waiting tasks share a state."""
     of_base: dict[str, list[JobState]] = {}
     for state in states:
         base = state.array_job_id or state.job_id.partition("+")[0]  # 70+0: of a het job

@@ -126,7 +126,6 @@ class SlurmAnswer(Struct, frozen=True):
     seconds_left: float | None = None
     """Seconds to the limit, or the grace time's end; None: unlimited, or unknown."""
     limit: float | None = None
-    """The job's time limit, in seconds."""
     held: str = ""
     """Slurm's reason, where it has requeued the job itself and holds it: ``launch failed requeued held``."""
 
@@ -136,9 +135,7 @@ class SignalDecision(Struct, frozen=True, kw_only=True):
     saves: bool
     """Workers may save first; else everything ends at once."""
     seconds: float
-    """Seconds until the job is ended from outside."""
     outcome: Outcome
-    """The attempt's, unless something else ends it first."""
     requeued: bool
     held: str = ""
 
@@ -156,7 +153,7 @@ def call_of(number: signal.Signals) -> Heard:
 def decide_signal(
     call: Heard, heard_by: HeardBy, answer: SlurmAnswer, *, grace: float, kill_wait: float | None
 ) -> SignalDecision | None:
-    """Decide what to do about a call; None: nothing. `kill_wait`: seconds from SIGTERM to SIGKILL; None: unknown."""
+    """`kill_wait`: seconds from SIGTERM to SIGKILL; None: unknown."""
     row = TABLE[call].get(heard_by, {}).get(answer.condition)
     if row is None:
         return None
@@ -179,11 +176,10 @@ def decide_signal(
 
 
 NOTICE_SLACK = 5.0
-"""Time for the nodes to close the run after the workers' time to save."""
 
 
 class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
-    """Deadlines of a notice, on the monotonic clock of the process that gave it."""
+    """Monotonic times of the process that gave the notice."""
 
     notice: RunNotice
     job_ends: float
@@ -192,7 +188,6 @@ class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> PreemptionDeadlines:
-        """`left`: seconds until the job is ended from outside; `shutdown_timeout`: the workers' grace."""
         seconds = seconds_to_save(left, shutdown_timeout=shutdown_timeout)
         return cls(
             notice=RunNotice(reason, seconds, left=left),
@@ -204,7 +199,6 @@ class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
 EARLY_NOTICE = 75.0
 """Seconds by which Slurm may give the notice too early (seen: up to 60)."""
 SILENT_RETRY = 60.0
-"""Interval of looks at the limit while Slurm does not answer."""
 LATE_LOOK = 1.0
 """Seconds for which Slurm's own notice goes first."""
 SOONER_SECONDS = 2.0
@@ -218,7 +212,6 @@ class SignalResolver(Struct, eq=False):
     events: EventLog
     clock: Clock
     due: float | None = None
-    """When to call `look` next, monotonic; None: never."""
 
     def __post_init__(self) -> None:
         self.due = self.clock.monotonic()
@@ -226,10 +219,9 @@ class SignalResolver(Struct, eq=False):
     def hear(
         self, number: signal.Signals, heard_by: HeardBy, *, reason: str, ends_in: float | None = None
     ) -> SignalDecision | None:
-        """Decide what a signal means; the workers have a notice already by which the job `ends_in` seconds, or none.
+        """News, after a notice, is that the job ends now, or sooner than in `ends_in` seconds; None: no news.
 
-        Returns None only after a notice: nothing new. News is that the job ends now, or sooner. The former is not taken
-        from agents alone: Slurm signals the batch script as well.
+        The former is not taken from agents alone: Slurm signals the batch script as well.
         """
         call = call_of(number)
         # A person at a terminal does not wait for Slurm's answer.

@@ -35,7 +35,6 @@ class AgentEnd(Struct, frozen=True, kw_only=True):
 
 
 def describe_code(code: int | None) -> str:
-    """``exit code 3``, ``SIGKILL``, or ``unknown``."""
     if code is None:
         return "unknown"
     return signal_name(-code) if code < 0 else f"exit code {code}"
@@ -50,12 +49,8 @@ def node_mark(spec: RunSpec, cluster: str, node: int = 0) -> str:
 
 
 class Launcher(Protocol):
-    """Starts and ends agents. No method blocks for longer than it says."""
-
     @property
-    def unlaunched(self) -> Mapping[int, str]:
-        """Nodes on which a launch failed → reason."""
-        ...
+    def unlaunched(self) -> Mapping[int, str]: ...
 
     @property
     def hears_all_ends(self) -> bool: ...
@@ -103,14 +98,12 @@ class AttemptContext(Struct, frozen=True, kw_only=True):
 def supervisor_events(
     folder: AttemptPaths, *, host: str, uid: str, clock: Clock, files: FileExecutor | None = None
 ) -> EventLog:
-    """The event log of a process that supervises, or finishes, an attempt."""
     return EventLog(
         folder.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock, files=files
     )
 
 
 def attempt_facts(**facts: Any) -> AttemptInfo:
-    """The facts that the site knows; `run_attempt` adds the rest."""
     return AttemptInfo(number=-1, batch_host="", started_ns=0, **facts)
 
 

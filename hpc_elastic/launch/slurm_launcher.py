@@ -47,13 +47,10 @@ class _Step:
         self.nodes = nodes
         self.ended: set[int] = set()
         self.bad: dict[int, str] = {}
-        """Nodes on which the launch failed → reason."""
         self.complaint = ""
-        """srun's own reason for not doing its work."""
         self.is_refused = False
         self.began = time.monotonic()
         self.instead_of: dict[int, _Step] = {}
-        """Node → the step that was its newest before."""
         with signals_unblocked():
             self.process = subprocess.Popen(
                 list(argv),
@@ -84,7 +81,6 @@ class _Step:
         return [line.decode("utf-8", "replace") for line in whole]
 
     def keep_message(self, line: str, event: SrunEvent | None) -> None:
-        """Keep the output of tasks and slurmstepd; srun's own reports about tasks are events."""
         is_end = event is not None and event.kind is SrunEventKind.CANCELLED
         if event is None or event.kind is SrunEventKind.STEP_REFUSED:
             self.complaint = complaint_of(line) or self.complaint
@@ -92,11 +88,7 @@ class _Step:
             self._said.append(line.strip()[:_LONGEST_MESSAGE])
 
     def last_message(self, name: str) -> str:
-        """The last line printed on a node, preferring lines that complain.
-
-        Lines carry no node. In a step of several nodes, lines that name the node come first; slurmstepd's failure to
-        change the folder is only a warning.
-        """
+        """Lines carry no node, so those that name it come first. A failure to change the folder is only a warning."""
         lines = list(self._said)
         if len(self.nodes) > 1:
             named = re.compile(rf"(?:(?<![\w.-])|(?<=slurmstepd-)){re.escape(name)}(?![\w-])")
@@ -105,26 +97,19 @@ class _Step:
 
 
 class SlurmLauncher(Struct, eq=False):
-    """The step of all agents, and a step of its own for each that is started again."""
-
     hears_all_ends = False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
     nodes: Sequence[str]
     command: Sequence[str]
     environment: Mapping[str, str]
     min_nodes: int
-    """A launch is repeated without a dead node while this many are left."""
     umask: int
-    """The user's, for the workers."""
     allocated: Sequence[str] = ()
     """The allocation's nodes, some of which other runs may have. Empty: `nodes` are all."""
     keep: Sequence[int] = ()
-    """Descriptors that each srun inherits."""
     extra: Sequence[str] = ()
-    """The user's ``--srun-arg``s."""
     _index: dict[str, int] = field(default_factory=dict)
     _steps: list[_Step] = field(default_factory=list)
     _newest: dict[int, _Step] = field(default_factory=dict)
-    """Node → its newest step; reports of older steps about that node are ignored."""
     _gone: set[int] = field(default_factory=set)
     _unstarted: list[AgentEnd] = field(default_factory=list)
     unlaunched: dict[int, str] = field(default_factory=dict)

@@ -43,12 +43,7 @@ _LIMIT_REASONS = ("TimeLimit", "DeadLine")
 
 
 def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: int) -> SlurmAnswer:
-    """Translate Slurm's record of the job; None: it does not know the job (any more).
-
-    Args:
-        restarts: The job's restarts when this attempt began.
-        near: Seconds to the limit from which it counts as near.
-    """
+    """`restarts` are the job's when this attempt began; no `state`: Slurm does not know the job (any more)."""
     if state is None:
         return SlurmAnswer(JobCondition.ENDED)
     if state.restarts > restarts or state.phase is JobPhase.PENDING:
@@ -67,10 +62,7 @@ def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: 
 
 
 def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Allocation:
-    """Decide whether a node still belongs to a job (None: unknown to Slurm) that began the attempt after `restarts`.
-
-    An empty name is none of the job's nodes (a login node's salloc).
-    """
+    """An empty `node` is none of the job's nodes (a login node's salloc)."""
     if state is None or state.phase is JobPhase.FINISHED:
         return Allocation.HELD  # nothing else can have the job
     if state.restarts > restarts or state.phase is JobPhase.PENDING:
@@ -81,7 +73,6 @@ def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Alloca
 logger = logging.getLogger(__name__)
 
 HURRIED_SECONDS = 2.0
-"""While Slurm's SIGKILL is KillWait away."""
 CONFIRM_SECONDS = 15.0
 """A slow controller may need this long; without munge a command would try for a minute."""
 
@@ -98,15 +89,7 @@ class SlurmSite(Site):
         nodes: Sequence[str] | None = None,
         keep: Sequence[int] = (),
     ) -> None:
-        """Args:
-        client: None: Slurm's commands, by clients of several timeouts.
-        script: See `own_script`.
-        nodes: The nodes that the run takes; None: all of the allocation.
-        keep: Descriptors that each srun inherits: `NodeClaims`.
-
-        Raises:
-            JobEnvironmentError: `env` belongs to no job.
-        """
+        """`keep`: descriptors that each srun inherits (`NodeClaims`). Raises JobEnvironmentError."""
         runner = SubprocessRunner(env)
         self._env = dict(env)
         self._client = client or SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
@@ -121,7 +104,6 @@ class SlurmSite(Site):
         self._script = script
         self._placement = placement(script, self._job.cluster, env)
         self._state: JobState | None = None
-        """Slurm's record of the job when the attempt began."""
         self._gpu_flags: tuple[str, ...] = ()
         self._requeuer = JobRequeuer(
             self._client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
@@ -222,7 +204,6 @@ class SlurmSite(Site):
             return frozenset()
 
     def how_script_ended(self) -> str | None:
-        """The end of this job's batch script; None: it has not ended, or Slurm can't be asked."""
         try:
             state = self._hurried.job_state(self._id)
         except SlurmError:
@@ -271,7 +252,6 @@ class SlurmSite(Site):
         return done
 
     def end_job(self) -> None:
-        """Cancel the job, where no batch script is left; not a requeued one: its next attempt has the same id."""
         if self.allocation() is Allocation.LOST:
             logger.warning("job %s is no longer this attempt's; leaving it alone", self._id)
             return

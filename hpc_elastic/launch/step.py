@@ -1,7 +1,7 @@
 """A run in an srun step of the user's own: ``srun … hpc-elastic agent SCRIPT``, one task on each node.
 
-Task 0 supervises, as the batch script does otherwise, and runs the agent of its node. It publishes the run in a folder
-that only the tasks of this step look for; then the other tasks become agents.
+Task 0 supervises and runs its node's agent. It publishes the run in a folder that only this step's tasks look for; then
+the other tasks become agents.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
 FOLDER = ".steps"
 RENDEZVOUS_SECONDS = 120.0
-"""Time for task 0, which asks Slurm first: without a controller that takes half a minute."""
 SILENT_SECONDS = 120.0
 """Agents elsewhere whose files stay unchanged this long are gone: they write each half minute at least."""
 _LOOK_SECONDS = 1.0
@@ -94,8 +93,6 @@ class StepRendezvous:
 
 
 class StepLauncher(LocalLauncher):
-    """Starts the agent of its own node; the other tasks wait for the run."""
-
     def __init__(self, site: StepSite, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> None:
         env = {**site.environment, NODE_TAG_VARIABLE: node_mark(spec, "slurm")}
         command = agent_command(paths, attempt.number, "--launcher-pid", str(os.getpid()))
@@ -164,7 +161,6 @@ def step_nodes(job: JobEnvironment) -> tuple[str, ...]:
 
 
 def check_one_task_per_node(task: TaskFacts) -> None:
-    """Raises UsageError where this step has several tasks on a node: an agent has its whole node, GPUs included."""
     nodes = len(task.step_nodes)
     if task.num_tasks == nodes:
         return
@@ -176,7 +172,6 @@ def check_one_task_per_node(task: TaskFacts) -> None:
 
 
 def run_first_task(run_dir: Path, env: Mapping[str, str], *, rendezvous: StepRendezvous) -> int:
-    """Supervise one attempt, from task 0. Returns the attempt's exit code; raises as `run_batch`."""
     signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
     umask = os.umask(0o077)
     log_to_stdout()

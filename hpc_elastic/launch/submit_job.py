@@ -66,13 +66,11 @@ class Submission(Struct, frozen=True, kw_only=True):
 
 
 def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> SlurmClient:
-    """sbatch takes from `env` only what the submission leaves open; `log` gets its further output."""
     overruled = submission.job.options.overruled_variables()
     return SlurmClient(SubprocessRunner(env, overruled=overruled), clock, log=log)
 
 
 def dry_run(submission: Submission) -> str:
-    """The script, and the command that would submit it. Raises UsageError."""
     _check_folder(submission)
     check_checkpoint_dir(submission.job.spec)
     _log_folders(submission.job)
@@ -140,7 +138,6 @@ def submit_job(
 
 
 def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> JobId:
-    """Submit; where sbatch fails though the job may be queued, look for the job by its run directory."""
     run_dir = str(submission.paths.root)
     try:
         return client.submit(str(submission.paths.script))
@@ -171,7 +168,6 @@ def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str],
 
 
 def _clusters(options: SbatchOptions, env: Mapping[str, str]) -> str:
-    """``--clusters``, or its variables; empty: this cluster."""
     given = [match[1] for argument in options.extra if (match := re.match(r"(?:-M|--clusters=)(.+)", argument))]
     return (given or [env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS") or ""])[-1]
 
@@ -218,10 +214,9 @@ def _leaving_nothing(run: NewRun, this_machine: str) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defer a Ctrl-C between sbatch and its answer, which would leave an unknown job.
+    """A Ctrl-C between sbatch and its answer would leave an unknown job.
 
-    Blocked, it does not reach sbatch either, which inherits that; held back by a handler, it does not come in through
-    another thread of this process. (In a program's other threads nothing comes in at all.)
+    Blocked, it does not reach sbatch, which inherits that; a handler holds back what comes in through another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -245,7 +240,6 @@ def _interrupts_deferred() -> Iterator[None]:
 def eligible_partitions(
     client: SlurmClient, options: SbatchOptions, env: Mapping[str, str]
 ) -> tuple[PartitionNodes, ...]:
-    """The partitions that a job may run in; empty: Slurm does not say, or the job goes to another cluster."""
     if _clusters(options, env):
         return ()
     names = options.partition or env.get("SBATCH_PARTITION")
@@ -258,7 +252,6 @@ def eligible_partitions(
 
 
 def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[str]:
-    """The nodes that the user excludes; none for a file's name, which sbatch takes too."""
     given = [word.partition("=")[2] for word in options.extra if word.startswith("--exclude=")]
     try:
         return frozenset(expand((given or [options.exclude or env.get("SBATCH_EXCLUDE") or ""])[-1]))
@@ -267,10 +260,7 @@ def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[
 
 
 def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users: frozenset[str]) -> str | None:
-    """Compare the request with the partitions: 20.11, 22.05 and 26.05 accept more nodes, and the job pends for ever.
-
-    Returns a remark where the job has to wait.
-    """
+    """Slurm (20.11, 22.05, 26.05) accepts more nodes than there are, and the job pends for ever. Returns a remark."""
     least = parse_nodes(job.options.nodes or "1")[0]
     largest = max(partitions, key=lambda part: len(part.names - users), default=None)
     if largest is None:

@@ -1,10 +1,8 @@
 """Ends earlier attempts of a run that may still be running, before the next one starts a worker: one run, one owner.
 
-Slurm gives up a node that it can't reach (its munged died, its network is cut), though the node may live, and starts
-the job again elsewhere. So the supervisor that has claimed attempt N+1 closes the log of attempt N first, as
-superseded. The log's compare-and-set is the fence: no round of attempt N can begin after that. Its agents read the
-record, answer it by a heartbeat, end their workers, and deregister. The supervisor waits for that. `agent_state` says
-how long silence is waited for, and what it is taken for.
+Slurm gives up a node that it can't reach, though the node may live, and starts the job again elsewhere. So the
+supervisor that has claimed attempt N+1 first closes the log of attempt N, as superseded: the log's compare-and-set is
+the fence. Attempt N's agents read that, answer it by a heartbeat, end their workers, and deregister.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ from hpc_elastic.store.notifier import read_secret
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 60.0
-"""Time for a living agent to end, on top of the workers' grace."""
 LOOK_SECONDS = 0.25
-"""Interval of looks at the agents, of up to 256 nodes."""
 HELD_UP_SECONDS = 5.0
 """Looks this much further apart than planned show that this process was held up, and no agent was silent."""
 
@@ -62,14 +58,9 @@ class AgentState(Enum):
 def agent_state(
     *, has_ended: bool, has_answered: bool, silent_for: float, is_node_up: bool, answer: float, lease: float
 ) -> AgentState:
-    """Decide the state of an agent since its attempt was closed. Pure.
+    """`answer` and `lease` are the seconds of silence that show an end; the former only where Slurm reaches the node.
 
-    Args:
-        silent_for: Seconds on this process' clock for which its heartbeat was seen not to change.
-        is_node_up: Slurm reaches its node: it has ended the job's processes there before it started the next attempt.
-        answer: Seconds within which a living agent answers, where nothing is out of order.
-        lease: Seconds of silence after which the rendezvous takes any agent for lost: for an agent that lived after its
-            attempt was closed, or whose node Slurm does not reach.
+    The longer `lease` is for an agent that lived after its attempt was closed, or whose node Slurm does not reach.
     """
     if has_ended:
         return AgentState.ENDED
@@ -79,19 +70,14 @@ def agent_state(
 
 
 class EarlierAttempt(Struct, eq=False, kw_only=True):
-    """One earlier attempt, for the supervisor that takes the run over. Every method may raise OSError."""
-
     store: Store
     run_id: str
     intervals: PollIntervals
     clock: Clock
     number: int = 0
     names: Sequence[str] = ()
-    """Slurm's, by node index."""
     record: RoundRecord | None = None
-    """The log's last one, once `supersede` has been called."""
     had_begun: bool = False
-    """Its agents had written something."""
     _heartbeats: HeartbeatAges = UNSET  # type: ignore[assignment]
     _answered: set[str] = field(default_factory=set)
     _closed_at: float = 0.0
@@ -101,10 +87,7 @@ class EarlierAttempt(Struct, eq=False, kw_only=True):
         self._heartbeats = HeartbeatAges(self.store)
 
     def supersede(self, uid: str, reason: str) -> bool:
-        """Close the attempt, and take the duty to finish it.
-
-        Returns whether the attempt was still open, and no other process is going to finish it.
-        """
+        """Returns whether the attempt was still open, and no other process is going to finish it."""
         self.record = RoundLog(self.store, self.run_id).latest()
         self.had_begun = self.record is not None
         self._closed_at = self.clock.monotonic()
@@ -116,7 +99,6 @@ class EarlierAttempt(Struct, eq=False, kw_only=True):
         return claim_end(self.store, uid) and was_open
 
     def notify(self, notifier: NotificationSender, uid: str) -> None:
-        """Have the agents look at the log now, not at their next poll."""
         observer = NodeInfo(uid=uid, node=OBSERVER_PLACE, host="", local_world_size=0, addresses=(), port=0)
         peers = Peers(self.store, observer, notifier)
         peers.learn(())
@@ -124,13 +106,11 @@ class EarlierAttempt(Struct, eq=False, kw_only=True):
             peers.notify_all(record_name(self.record.number))
 
     def agents(self) -> list[str]:
-        """Uids of the newest agent of each node that the attempt had not lost before."""
         lost = self.record.lost if self.record is not None else ()
         announced = (name.partition("+")[0] for name in self.store.list("node"))
         return list(newest_agents(announced, without=lost).values())
 
     def paused_for(self, seconds: float) -> None:
-        """This process was held up: no agent was silent meanwhile."""
         self._heartbeats.paused_for(seconds, now=self.clock.monotonic())
         self._closed_at += seconds
 
@@ -162,8 +142,6 @@ class EarlierAttempt(Struct, eq=False, kw_only=True):
 
 
 class EarlierAttemptRunsError(HpcElasticError):
-    """An earlier attempt's agent answers, and does not end: this attempt must not start."""
-
     template = (
         "attempt {attempt} of this run still runs on {nodes} {seconds:.0f} s after it was superseded, and two must not "
         "train at once: end its processes there (pkill -u $USER -f hpc_elastic), then requeue the job"
@@ -171,20 +149,17 @@ class EarlierAttemptRunsError(HpcElasticError):
 
 
 class StartInterruptedError(HpcElasticError):
-    """An attempt was to end while it still waited for an earlier one to end."""
-
     template = "interrupted while an earlier attempt was ending on {nodes}: nothing was started"
 
 
 class EarlierAttempts:
-    """All earlier attempts of a run, as its new supervisor ends them. `supersede` and `look` touch files: may block."""
+    """`supersede` and `look` touch files: may block."""
 
     def __init__(self, context: AttemptContext, uid: str) -> None:
         self._context = context
         self._uid = uid
         self._began_at = self._looked_at = context.clock.monotonic()
         self._open: list[EarlierAttempt] = []
-        """Attempts with agents that are waited for."""
         self._up: frozenset[str] = frozenset()
 
     @property
@@ -196,15 +171,7 @@ class EarlierAttempts:
         return [name for earlier in self._open for name in earlier.nodes(*_AWAITED)]
 
     def end(self, on_disk: Callable[[Callable[[], bool]], bool], *, is_interrupted: Callable[[], bool]) -> None:
-        """Close all earlier attempts, and wait until no worker of theirs runs any more.
-
-        `on_disk` runs file operations, and repeats those that a filesystem refuses.
-
-        Raises:
-            StartInterruptedError: a signal came first.
-            EarlierAttemptRunsError: one does not end.
-            OSError: the run directory was removed, say.
-        """
+        """Wait until no worker of an earlier attempt runs. `on_disk` repeats what a filesystem refuses."""
         is_over = on_disk(self.supersede)
         while not is_over:
             if is_interrupted():
@@ -213,10 +180,7 @@ class EarlierAttempts:
             is_over = on_disk(self.look)
 
     def supersede(self) -> bool:
-        """Close all earlier attempts whose agents may live. Returns whether none is waited for.
-
-        May be repeated after an OSError. Raises OSError, StoreError.
-        """
+        """Returns whether no earlier attempt is waited for. May be repeated after an OSError."""
         self._open.clear()
         for number in range(self._context.attempt.number - 1, -1, -1):
             folder = self._context.paths.attempt(number)
@@ -320,7 +284,6 @@ class EarlierAttempts:
             logger.error("the end of attempt %d could not be written: %s", folder.number, error)
 
     def _notify(self) -> None:
-        """Have the agents look now. Where that is impossible they look by themselves, a little later."""
         if not rendezvous_settings(self._context.spec, self._context.attempt).doorbell:
             return
         secret = read_secret(self._context.paths.secret)

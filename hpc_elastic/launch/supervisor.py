@@ -45,21 +45,16 @@ UNFIT_SECONDS = 0.5
 WIPED_SECONDS = 20.0
 """Time for this process to see the wiped store too, after the last agent that saw it."""
 END_RESERVE = 15.0
-"""Time for agents to end after the verdict, on top of the workers' grace."""
 DEPARTED_SECONDS = 1.0
 """Time for the launcher to notice after every agent has deregistered."""
 LAST_GRACE = 2.0
-"""Grace of agents that have not ended by then."""
 AT_ONCE = 0.3
-"""Time from SIGTERM to SIGKILL where everything ends at once."""
 SILENT_SECONDS = 3.0
-"""Time for the store to take the closing record."""
 UNMET_SECONDS = 0.5
 """The same where no node has joined: there is no log to write it into."""
 SILENT_RESERVE = 9.0
 """Time for agents to end after a signal, on top of the workers' grace: they need 4 s to find the store silent."""
 CLAIM_SECONDS = 5.0
-"""Time for the store to take the claim on the attempt's end."""
 LAUNCH_NEWS_SECONDS = 30.0
 
 
@@ -71,7 +66,6 @@ class Supervisor(Struct, eq=False, kw_only=True):
     attempt: AttemptInfo
     launcher: Launcher
     coordination: Coordination
-    """An observer's, not started yet."""
     signals: SignalQueue
     events: EventLog
     clock: Clock
@@ -94,7 +88,6 @@ class Supervisor(Struct, eq=False, kw_only=True):
     """The agents' newest signal in the log; each is handled once."""
     _notice: PreemptionDeadlines | None = None
     _notice_means: str = ""
-    """Meaning of the notice that leaves the least time so far."""
     _signal: signal.Signals | None = None
     _signal_reason: str = ""
     _requeued: bool = False
@@ -102,12 +95,10 @@ class Supervisor(Struct, eq=False, kw_only=True):
     _asked: tuple[Outcome, str] | None = None
     _asked_to_close_at: float | None = None
     _is_store_silent: bool = False
-    """The end could not be written where the agents would read it."""
     _closed_at: float | None = None
     _is_end_settled: bool = False
     """The process that finishes the attempt is known (`rendezvous.ending`)."""
     _end_by: float | None = None
-    """When remaining agents are ended; None: the run goes on."""
     _last_grace: float = LAST_GRACE
     _orphaned_since: float | None = None
     _has_closed_for_orphans: bool = False
@@ -146,10 +137,7 @@ class Supervisor(Struct, eq=False, kw_only=True):
         wait_readable([self.signals, self.coordination, self.end_claim, *job, *fds], seconds)
 
     def due(self) -> float | None:
-        """When there is something to do without news, on the monotonic clock; None: never.
-
-        The turn of the loop after that moment does it, and it is due no more.
-        """
+        """Monotonic; None: never. The turn of the loop after that moment does it, and it is due no more."""
         found = [self._agents.due(), self.end_claim.due, self._close_unheard_at]
         if not self._has_logged_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
@@ -181,7 +169,6 @@ class Supervisor(Struct, eq=False, kw_only=True):
                 self._resolve_signal(number, HeardBy.BATCH, self.attempt.batch_host, sender)
 
     def _resolve_signal(self, number: signal.Signals, heard_by: HeardBy, host: str, sender: str) -> None:
-        """A signal informs. After a notice it is news only if the job ends now, or sooner."""
         if self._signal is not None or (number is signal.SIGUSR2 and self._is_ending()):
             return
         reason = f"{number.name} on {host}"
@@ -333,14 +320,12 @@ class Supervisor(Struct, eq=False, kw_only=True):
 
     @property
     def _close_unheard_at(self) -> float | None:
-        """When the store should have taken the closing record; None: it has, or none was asked."""
         asked_at = self._asked_to_close_at
         if asked_at is None or self._is_closed() or self._is_store_silent or self.failure is not None:
             return None
         return asked_at + (SILENT_SECONDS if self.record is not None else UNMET_SECONDS)
 
     def _signal_if_store_silent(self) -> None:
-        """Agents read the run's end in the store; a silent store is replaced by a signal."""
         unheard_at = self._close_unheard_at
         if unheard_at is None or self.clock.monotonic() < unheard_at:
             return
@@ -361,7 +346,6 @@ class Supervisor(Struct, eq=False, kw_only=True):
 
     @property
     def _end_settled_by(self) -> float | None:
-        """When to stop waiting for the process that finishes the attempt; None: not open."""
         if self._closed_at is None or self._is_end_settled or self.failure is not None or self._last_grace == AT_ONCE:
             return None
         return self._closed_at + END_UNCONFIRMED + CLAIM_SECONDS
@@ -396,10 +380,7 @@ class Supervisor(Struct, eq=False, kw_only=True):
         return max(wiped, ORPHANED_SECONDS) + (CLOSE_SECONDS if self._has_closed_for_orphans else 0.0)
 
     def fail(self, error: Exception, *, keep: Callable[[], None]) -> None:
-        """Leave evidence (`keep` writes it for the report), and have the agents end their workers. Never raises.
-
-        An uncaught exception would end the batch script and the job: no verdict, no report, no requeue.
-        """
+        """An uncaught exception would end the batch script and the job: no verdict, no report, no requeue."""
         self.failure = failure = SupervisorFailedError(error=describe_error(error), where=where_raised(error))
         logger.error("%s; ending the workers", failure, exc_info=error)
         host, nodes = self.attempt.batch_host, self.attempt.nodes

@@ -16,8 +16,6 @@ _LEAST_WIDTH, _MOST_WIDTH = 40, 120
 
 
 class HelpWanted(Exception):
-    """``--help`` or ``--help-all`` was asked for in place of a run."""
-
     def __init__(self, *, everything: bool) -> None:
         super().__init__()
         self.everything = everything
@@ -27,7 +25,6 @@ class Help(Struct, frozen=True, kw_only=True):
     usage: str
     description: str
     examples: Sequence[tuple[str, str]] = ()
-    """Command and what it does."""
     ending: str = ""
 
 

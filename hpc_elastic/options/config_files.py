@@ -41,8 +41,6 @@ FILE_LAYERS = (Layer.SITE, Layer.USER, Layer.PROJECT)
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """A file that may hold a layer."""
-
     layer: Layer
     path: Path
     tables: tuple[tuple[str, ...], ...] = _OWN_TABLE
@@ -51,10 +49,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 def candidates(env: Mapping[str, str], here: Path) -> list[Candidate]:
-    """The files that are looked at, lowest layer first; of the project's, from `here` upwards, the first counts.
-
-    `env` has HOME, XDG_CONFIG_DIRS, XDG_CONFIG_HOME, and the variables that name a file (empty: none).
-    """
+    """`env` has HOME, XDG_CONFIG_DIRS, XDG_CONFIG_HOME, and the variables that name a file (empty: none)."""
     found = []
     for layer in FILE_LAYERS:
         named = env.get(_variable_of(layer))
@@ -116,7 +111,6 @@ def is_trusted_by_name(candidate: Candidate) -> bool:
 
 
 def way_out(candidate: Candidate, error: UnsafePathError) -> str:
-    """The advice for a user with such a file in the way."""
     variable = _variable_of(candidate.layer)
     leave_out = f"to ignore it, set {variable}= (empty)"
     if "owner" not in error.facts:
@@ -129,7 +123,6 @@ def way_out(candidate: Candidate, error: UnsafePathError) -> str:
 PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
 _MAX_BYTES = 256 << 10
 _MAX_SEARCHED = 4 << 20
-"""Bytes of a pyproject.toml that may not mention us."""
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -139,7 +132,6 @@ class Setting(Struct, frozen=True, kw_only=True):
     called: str
     """``/etc/hpc.toml:3: nodes =``: how a message about the value names it."""
     where: str
-    """``/etc/hpc.toml:3``."""
 
 
 class SettingsFile(Struct, frozen=True, kw_only=True):
@@ -152,11 +144,7 @@ class SettingsFile(Struct, frozen=True, kw_only=True):
 def read_settings(
     path: Path, keys: Keys, *, tables: tuple[tuple[str, ...], ...] = _OWN_TABLE, any_owner: bool = False
 ) -> SettingsFile | None:
-    """Read a TOML file. It is opened once, and not parsed before its owner is known.
-
-    Our keys are in the first of `tables` that is there; where none is, None is returned. `any_owner`: the user has
-    named this file, and trusts it. Raises UnsafePathError, FileNotFoundError, and UsageError with file and line.
-    """
+    """Our keys are in the first of `tables` that is there; None: none is. `any_owner`: the user has named this file."""
     data = _read(path, tables, any_owner=any_owner)
     if data is None:
         return None
@@ -207,7 +195,6 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
 
 
 def _check_trusted(path: Path, info: os.stat_result) -> None:
-    """Refuse what another user wrote, or could have written: it decides what is executed."""
     if info.st_uid not in (0, os.geteuid()):
         why = f"belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})"
         raise UnsafePathError(f"{path} {why}", owner=info.st_uid)

@@ -54,11 +54,9 @@ class ConvertedLine(Struct, frozen=True, kw_only=True):
 
 class Conversion(Struct, frozen=True, kw_only=True):
     before: tuple[str, ...]
-    """Shell lines for the shell that submits."""
     words: tuple[str, ...]
     """The command, as a shell reads it: quoted where that is needed, with the file's own variables."""
     after: tuple[str, ...]
-    """Ends the loops that `before` begins."""
     lines: tuple[ConvertedLine, ...]
 
     @property
@@ -100,7 +98,6 @@ class _Converter:
         self._loops: list[ShellBlock] = []
         self._setup_at = 0
         self._inlined: set[str] = set()
-        """Variables whose text is in the command."""
 
     def convert(self) -> Conversion:
         self._directives()
@@ -201,7 +198,6 @@ class _Converter:
             self._note(number, text, status, why)
 
     def _wrong(self, options: Sequence[tuple[str, str]]) -> str:
-        """Why submit would refuse the options."""
         shown = [_option_words(name, plain(value)) for name, value in options if "$" not in value]
         try:
             self._check([word for words in shown for word in words])
@@ -264,7 +260,6 @@ class _Converter:
             self._around(block)
 
     def _around(self, block: ShellBlock) -> None:
-        """A block in which the workers are started."""
         launch = self._launch
         names = set(re.findall(r"^for\s+(?:\(\(\s*)?(\w+)", block.head))
         values = self._variables.inline(block.head.partition(" in ")[2])
@@ -282,7 +277,6 @@ class _Converter:
         self._note(block.number, block.head, status, why)
 
     def _sort(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Those that stand before the command, and those that make the environment; notes what becomes of others."""
         found: dict[LineStatus, list[Unit]] = {LineStatus.KEPT: [], LineStatus.CONVERTED: []}
         is_behind = False
         for unit in units:
@@ -385,7 +379,6 @@ class _Converter:
         return ["hpc-elastic", "submit", *words]
 
     def _in_the_job(self, inner: Sequence[Unit], missing: set[str]) -> list[str]:
-        """The command as each worker's shell expands it."""
         launch = self._launch
         is_python = ("--no-python", "") not in launch.options
         program = [*(launch.program or ["python"]), "-u", *(["-m"] if launch.is_module else [])] if is_python else []

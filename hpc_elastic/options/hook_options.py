@@ -17,7 +17,6 @@ _LOOKS_LIKE_FILE = re.compile(r"[^\s;&|<>()$`'\"=]*(?:/[^\s;&|<>()$`'\"=]*|\.(?:
 
 
 def parse_setup(text: str, option: str) -> str:
-    """A file becomes the line that sources it; anything else is shell already."""
     path = os.path.join(current_directory(os.environ), os.path.expanduser(text))
     if os.path.isfile(path):
         if not os.access(path, os.R_OK):

@@ -172,7 +172,6 @@ SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
 
 
 def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, grace: int) -> SbatchOptions:
-    """The sbatch side of a command line. Values are checked when the script is rendered."""
     parsed.value(_BY_DEST["time"])  # checked here, where it is known how the user called it
     plain: dict[str, Any] = {dest: parsed.get(dest) for dest in _PLAIN if dest not in AS_GIVEN}
     for dest, (pattern, example) in FORMS.items():
@@ -213,10 +212,7 @@ def _as_given(parsed: Parsed) -> Iterator[str]:
 
 
 def gpus_on_each(parsed: Parsed, nodes: tuple[int, int]) -> str:
-    """``--gpus``, a total, as ``--gpus-per-node``.
-
-    A step asks for the job's total again, of one node too (Slurm 22.05 then gives some agents fewer, or none).
-    """
+    """A step asks for the total again, of one node too (Slurm 22.05 then gives some agents fewer, or none)."""
     text = parsed.get("gpus") or ""
     if parsed.get("gpus_per_node") is not None:
         raise UsageError(f"--gpus {text}: --gpus-per-node is given too; leave one out")
@@ -252,7 +248,6 @@ def asked_cluster(parsed: Parsed) -> str:
 
 
 def segment_nodes(parsed: Parsed, nodes: tuple[int, int]) -> int:
-    """``--segment``, 1 where it was not given; raises UsageError where part of a segment would be unused."""
     segment = int(parsed.value(_BY_DEST["segment"]) or 1)
     for what, count in (("--nodes", nodes[0]), ("--nodes", nodes[1]), ("--spares", spare_nodes(parsed))):
         if count % segment:
@@ -263,10 +258,7 @@ def segment_nodes(parsed: Parsed, nodes: tuple[int, int]) -> int:
 
 
 def allocated_nodes(nodes: tuple[int, int], spares: int) -> str:
-    """The ``--nodes`` that Slurm is asked for: in a range, spares are beyond the most.
-
-    A fixed number has its spares for certain; where less than MAX will do, a spare is not waited for either.
-    """
+    """A fixed number has its spares for certain; where less than MAX will do, a spare is not waited for either."""
     least, most = nodes
     low = least if least < most else most + spares
     return str(low) if low == most + spares else f"{low}-{most + spares}"
@@ -277,7 +269,6 @@ def wants_requeue(parsed: Parsed) -> bool:
 
 
 def ignored_in_allocation(parsed: Parsed, subcommand: str) -> list[str]:
-    """The options on the command line that `subcommand` does nothing with, as the user wrote them."""
     return [
         source
         for dest, source in parsed.sources.items()

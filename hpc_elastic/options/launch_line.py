@@ -103,25 +103,20 @@ class LaunchLine(Struct):
     options: list[tuple[str, str]] = field(default_factory=list)
     """Name and raw value; an empty value: a flag."""
     program: list[str] = field(default_factory=list)
-    """The interpreter, where the file names one."""
     is_module: bool = False
     script: list[str] = field(default_factory=list)
     """Empty: what is started can't be seen."""
     preamble: list[str] = field(default_factory=list)
-    """Shell commands that each worker runs before the script."""
     exports: list[str] = field(default_factory=list)
-    """Shell lines that make the environment of all workers."""
     counts: dict[str, str] = field(default_factory=dict)
     """Raw, by what they count: nodes, nproc (a node's workers), total, and srun's own options."""
     is_per_task: bool = False
-    """Each task of srun's is a worker."""
     is_single: bool = False
     """One process, which neither srun nor a launcher started."""
     chdir: str = ""
     hostfile: str = ""
     notes: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
-    """Points left to the user."""
 
 
 def find_launch(words: Sequence[str], variables: Variables) -> LaunchLine | None:
@@ -137,7 +132,6 @@ class _LaunchReader:
         self._in_container = False
 
     def read(self, rest: list[str]) -> bool:
-        """Take `rest` apart up to the script. Returns whether workers are started."""
         launch = self.launch
         while rest := self._variables.spread(rest):
             program = plain(rest[0]).rpartition("/")[2]
@@ -180,7 +174,6 @@ class _LaunchReader:
             self.launch.exports.append(f"export {name}={value}")
 
     def _prefix(self, program: str, rest: list[str]) -> bool:
-        """Take off `rest` what stands before the launcher."""
         known = ["srun", *_MPI, *_CONTAINER_COMMANDS, "torchrun", "accelerate", "deepspeed"]
         is_runner = program in _RUNNERS and "run" in map(plain, rest[1:3])
         known += ["python", "python3"] if self._in_step or is_runner or program in _PREFIXES else []
@@ -234,7 +227,6 @@ class _LaunchReader:
         return rest
 
     def _enter_container(self, rest: list[str]) -> bool:
-        """Take a runtime's command line off `rest`, as ``--container-*``. Returns whether it runs one program."""
         launch = self.launch
         program = plain(rest.pop(0)).rpartition("/")[2]
         known = _CONTAINER_COMMANDS[program]
@@ -299,7 +291,6 @@ class _LaunchReader:
         return has_start or (self._in_step and self._unseen(rest[0]))
 
     def _python(self, rest: list[str]) -> bool:
-        """``python -m torch.distributed.run …``, or the script itself."""
         launch = self.launch
         interpreter = rest.pop(0)
         while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
@@ -375,7 +366,6 @@ class _LaunchReader:
 
 
 def joined(name: str, value: str) -> str:
-    """An option as one word."""
     return f"{name}={value}" if value and name.startswith("--") else f"{name}{value}"
 
 

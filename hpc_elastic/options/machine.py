@@ -25,11 +25,7 @@ def workers_here(
     count_gpus: Callable[[Mapping[str, str]], int | None] | None = None,
     devices: Path = Path("/dev"),
 ) -> int:
-    """Resolve ``auto``, ``gpu`` or ``cpu`` on this machine; raises UsageError for ``gpu`` on a machine without.
-
-    ``gpu``: the GPUs that CUDA_VISIBLE_DEVICES leaves; ``auto``: the same, and without any the CPUs that this process
-    may use. Where the driver does not answer (`count_gpus` returns None), its files in `devices` are counted.
-    """
+    """`count_gpus` returns None where the driver does not answer: its files in `devices` are counted then."""
     cpus = len(os.sched_getaffinity(0))
     if asked == "cpu":
         return cpus
@@ -48,7 +44,7 @@ def workers_here(
 
 
 def _visible_of(visible: str, there: int) -> int:
-    """How many of `there` devices are left. CUDA stops at the first entry that it can't use."""
+    """CUDA stops at the first entry that it can't use."""
     count = 0
     for entry in visible.split(","):
         name = entry.strip()
@@ -60,7 +56,6 @@ def _visible_of(visible: str, there: int) -> int:
 
 
 def _ask_nvml(env: Mapping[str, str]) -> int | None:
-    """GPUs as the driver counts them: the program of the agents' health check."""
     try:
         ended = subprocess.run(
             module_command("hpc_elastic.agent.health_gpu", "main"),

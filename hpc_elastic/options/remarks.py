@@ -1,5 +1,4 @@
-"""The plan of a run in a few lines, and its probable mistakes. Pure but for the look at the interpreter and at the
-health check's program.
+"""The plan of a run in a few lines, and its probable mistakes.
 
 A refusal is a `UsageError`; a remark is one line, after which the run goes on: what it is about may be meant.
 """
@@ -55,7 +54,6 @@ def plan_text(spec: RunSpec, run_dir: Path, options: SbatchOptions | None = None
 
 
 def remarks(parsed: Parsed, spec: RunSpec, options: Sequence[Option], *, env: Mapping[str, str]) -> Iterator[str]:
-    """Probable mistakes, one line each; raises UsageError for a program or a container that can't be started."""
     by_name = {name: option for option in options for name in option.names if name.startswith("--")}
     for word in parsed.command[1:]:
         option = by_name.get(word.partition("=")[0].replace("_", "-")) if word.startswith("--") else None
@@ -149,10 +147,7 @@ def _interpreter(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Itera
 
 
 def _missing(option: str, program: str, spec: RunSpec) -> Iterator[str]:
-    """A program that is not here: on this machine, and in a folder that the nodes share with it, that is an error.
-
-    A bare name and a path outside of the working directory may exist on the nodes alone (``nvidia-smi``, a module's).
-    """
+    """A bare name, or a path outside of the working directory, may exist on the nodes alone."""
     path = Path(spec.cwd, program)
     where = f"in {spec.cwd}" if "/" in program else "in PATH"
     if path.exists() and "/" in program:

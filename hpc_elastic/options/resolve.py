@@ -65,7 +65,6 @@ class _Values(Struct):
     named: dict[str, str] = field(default_factory=dict)
 
     def put(self, option: Option, texts: tuple[str, ...], *, called: str, origin: Origin) -> None:
-        """A layer gives an option its value; with no text, it takes away what lower ones gave."""
         for name in option.names:
             self.named.pop(name, None)
         self.origins[option.dest] = origin
@@ -197,7 +196,6 @@ def _executed(values: _Values, keys: Keys) -> Iterator[str]:
 
 
 def _profile(given: Parsed, read: Sequence[tuple[Layer, SettingsFile]], env: Mapping[str, str]) -> str | None:
-    """The profile that is asked for; raises UsageError where no file has it."""
     asked_by = given.source("profile", "--profile")
     profile = given.get("profile")
     if profile is None and (profile := env.get("HPC_ELASTIC_PROFILE") or None):
@@ -271,7 +269,6 @@ def _refuse_if_ours(name: str, known: Mapping[str, Option]) -> None:
 
 
 def _expanded(text: str, env: Mapping[str, str], *, called: str, base: Path | None, bare: bool) -> str:
-    """A path of a file, with ``~`` and variables, relative to `base`; a `bare` name is looked for on PATH."""
     import re
 
     def value(match: re.Match[str]) -> str:

@@ -46,7 +46,6 @@ _NOT_IN_THE_SPEC = {"nodes": "1", "cluster": "auto", "runs_dir": f"./{DEFAULT_RU
 
 
 def default_of(option: Option) -> str | bool | None:
-    """The default as on the command line; None: there is none, or it is found out later (the job's name …)."""
     if option.dest in _NOT_IN_THE_SPEC:
         return _NOT_IN_THE_SPEC[option.dest]
     if option.dest not in _FIELDS:
@@ -165,7 +164,6 @@ _MOST_LOCAL_NODES, _MOST_LOCAL_WORKERS = 256, 1024
 
 
 def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
-    """A figure with a digit too many would fork until the machine stands still, for all its users."""
     if nodes > _MOST_LOCAL_NODES:
         option = "spares" if nodes - job_options.spare_nodes(parsed) <= _MOST_LOCAL_NODES else "nodes"
         raise UsageError(
@@ -221,8 +219,6 @@ def _script_in(words: Sequence[str]) -> str | None:
 
 
 class SlurmJob(Struct, frozen=True, kw_only=True):
-    """A job to submit: the run, and sbatch's options for it."""
-
     spec: RunSpec
     options: SbatchOptions
     tasks: tuple[int, ...] = ()

@@ -1,8 +1,7 @@
 """sbatch's options → its arguments and ``#SBATCH`` lines, checked; and its numbers of nodes, times and arrays. Pure.
 
-``#SBATCH`` lines are sbatch's own language: no shell expands them; blanks separate, ``#`` begins a comment, quotes and
-backslashes quote as in C (read in its parser, and tried: tests/integration hands nasty values to the real sbatch). A
-line break can't be written there at all.
+No shell expands ``#SBATCH`` lines; quotes and backslashes quote as in C (read in sbatch's parser, and tried:
+tests/integration hands nasty values to the real one). A line break can't be written there at all.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ _RANGE = re.compile(r"(\d{1,9})(?:[-:](\d{1,9}))?\Z", re.ASCII)
 
 
 def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
-    """The least and the most nodes."""
     match = _RANGE.match(text)
     if match is None:
         raise UsageError(f"{option} {text}: not a number of nodes; give one as in 4, or a range as in 2-4 or 2:4")
@@ -144,7 +142,6 @@ NO_HET_JOBS = "heterogeneous jobs are not supported; give one job of one compone
 
 
 def refuse_het_job(env: Mapping[str, str]) -> None:
-    """Raise UsageError in an allocation of several components."""
     for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
         if env.get(name):
             raise UsageError(f"{name}={env[name]}: {NO_HET_JOBS}")
@@ -228,7 +225,6 @@ _OTHER_VARIABLES = {
 
 
 def sbatch_variables(name: str) -> tuple[str, ...]:
-    """The variables from which sbatch takes what `SbatchOptions` calls `name`."""
     return (f"SBATCH_{name.upper()}", *_OTHER_VARIABLES.get(name, ()))
 
 
@@ -251,7 +247,6 @@ _OURS = frozenset(("requeue", "grace", "extra", "signal"))  # not simply --name=
 
 
 def sbatch_arguments(options: SbatchOptions) -> list[str]:
-    """The options as sbatch's arguments, checked."""
     arguments: list[str] = []
     for name, value in _given(options).items():
         if name == "nodes":
@@ -273,7 +268,6 @@ def sbatch_arguments(options: SbatchOptions) -> list[str]:
 
 
 def check_srun_argument(text: str, option: str = "--srun-arg") -> None:
-    """Raises UsageError for an option of srun's under which no run can work, with the reason."""
     if not text.startswith("-") or text in ("-", "--"):
         raise UsageError(f"{option} {text}: not an option; write it as {option}=--name=value")
     if (name := option_name(text)) in _OF_THE_STEP:
@@ -287,7 +281,6 @@ def option_name(argument: str) -> str:
 
 
 def check_possible(argument: str, *, option: str) -> None:
-    """Raises UsageError for an argument of sbatch under which no run can work; `option` is what the user gave."""
     if (name := option_name(argument)) in IMPOSSIBLE:
         raise UsageError(f"{option} {argument}: not possible here: {IMPOSSIBLE[name]}")
 

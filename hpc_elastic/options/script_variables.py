@@ -48,8 +48,6 @@ COUNTS = {
 
 
 class Unit(Struct, eq=False):
-    """A command, or a block with all that is in it."""
-
     number: int
     text: str
     commands: list[ShellCommand]
@@ -60,7 +58,6 @@ class Unit(Struct, eq=False):
         return {name for command in self.commands for name, _ in assignments(command)}
 
     def is_pure(self, also: Sequence[str] = ()) -> bool:
-        """It does nothing but give variables their values, and print; and what is in `also`."""
         known = (*PRINTS, *SHELL, *also, "for", "case", "{")
         for command in self.commands:
             words = command.words
@@ -79,7 +76,6 @@ class Reach(Struct):
     unknown: set[str] = field(default_factory=set)
     """Variables that the file does not set."""
     open: set[str] = field(default_factory=set)
-    """Variables whose value can't be found here."""
 
 
 def assignments(command: ShellCommand) -> list[tuple[str, str]]:
@@ -100,7 +96,6 @@ def assignments(command: ShellCommand) -> list[tuple[str, str]]:
 
 
 def units_of(script: ShellScript, around: Sequence[ShellBlock]) -> list[Unit]:
-    """The commands, with those of one block together but for the blocks `around` the launch."""
     units: list[Unit] = []
     for command in script.commands:
         block = next((one for one in command.blocks if one not in around), None)
@@ -122,7 +117,6 @@ class Variables:
         self.shown: set[str] = set()
         """Variables whose text became a part of the command."""
         self.numbers: dict[str, str] = {}
-        """sbatch's counts, by option."""
         self.of_loop: set[str] = set()
         """Variables of the loops that stand around the command."""
         for command in script.commands:
@@ -143,14 +137,11 @@ class Variables:
         return " ".join(split_words(inner_text(value))) if value[:1] == "(" else inner_text(value)
 
     def spread(self, words: Sequence[str], depth: int = 0) -> list[str]:
-        """`words`, with the first one's variable as the words that it holds."""
         match = re.fullmatch(r"\"?\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})\"?", words[0]) if words else None
         shown = self._shown(match[1] or match[2]) if match and depth < 10 else None
         return self.spread([*split_words(shown), *words[1:]], depth + 1) if shown is not None else list(words)
 
     def inline(self, text: str, depth: int = 0) -> str:
-        """`text` with the values that the file itself shows."""
-
         def value(match: re.Match[str]) -> str:
             shown = self._shown(match[1] or match[2])
             if shown is None or depth > 9:
@@ -161,7 +152,6 @@ class Variables:
         return re.sub(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})", value, text)
 
     def number(self, raw: str) -> str | None:
-        """A count, where the file shows it."""
         shown = set(self.shown)
         text = self.inline(inner_text(raw))
         self.shown = shown

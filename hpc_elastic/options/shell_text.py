@@ -24,8 +24,6 @@ _LEADS = ("then", "else", "do", "!", "elif")
 
 
 class ShellBlock(Struct, eq=False):
-    """A compound command: a loop, a condition, a function."""
-
     head: str
     number: int
     begin: int
@@ -41,7 +39,6 @@ class ShellCommand(Struct, eq=False):
     separator: str = "\n"
     """Ends it: ``|``, ``&&``, ``;`` or a line break."""
     document: str | None = None
-    """The text of its here-document."""
     blocks: tuple[ShellBlock, ...] = ()
 
 
@@ -49,7 +46,6 @@ class ShellScript(Struct):
     text: str
     commands: list[ShellCommand] = field(default_factory=list)
     comments: list[tuple[int, str]] = field(default_factory=list)
-    """Lines that are comments, with their numbers."""
 
 
 def parse_script(text: str) -> ShellScript:
@@ -57,7 +53,6 @@ def parse_script(text: str) -> ShellScript:
 
 
 def split_words(text: str) -> list[str]:
-    """The raw words of a text that would be spread into a command."""
     return [word for command in parse_script(text).commands for word in command.words]
 
 
@@ -84,7 +79,6 @@ def inner_text(word: str) -> str:
 
 
 def expanded_names(text: str) -> set[str]:
-    """Names of the variables that a shell would expand in raw text."""
     for quoted in (r'"(?:[^"\\]|\\.)*"', r"'[^']*'"):  # an apostrophe within double quotes begins nothing
         text = re.sub(
             rf"{quoted}|\\.",
@@ -206,7 +200,6 @@ class _Parser:
         return at
 
     def _closing(self, at: int) -> int:
-        """Behind the parenthesis that closes the one before `at`."""
         depth = 1
         while at < len(self._text) and depth:
             if match := re.compile(r"\s#[^\n]*|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.", re.DOTALL).match(self._text, at):

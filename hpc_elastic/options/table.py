@@ -40,9 +40,7 @@ class Option(Struct, frozen=True, kw_only=True):
     metavar: str | None = None
     """None: a flag."""
     constant: str = "1"
-    """The value that a flag sets."""
     optional_value: bool = False
-    """``--exclusive`` and ``--exclusive=user``."""
     repeatable: bool = False
     env: str | None = None
     """torchrun's variable that gives the value where the option is not there; ours follows from the name."""
@@ -61,7 +59,6 @@ class Option(Struct, frozen=True, kw_only=True):
     sbatch: bool = False
     """sbatch has the same option, and gets it as it is."""
     slurm_only: bool = False
-    """Without meaning where there is no Slurm."""
     submit_only: bool = False
     """``run`` and ``agent`` do not take it."""
     ignored_by: tuple[str, ...] = ()
@@ -75,14 +72,11 @@ def define(group: Group, *names: str, dest: str = "", **facts: Any) -> Option:
 
 
 class Parsed(Struct, frozen=True, kw_only=True):
-    """A command line that was read."""
-
     values: Mapping[str, tuple[str, ...]]
     """`Option.dest` → words, in order."""
     sources: Mapping[str, str]
     """The user's name for each: ``--nnodes``, ``-N`` or ``PET_NNODES``, for error messages."""
     command: tuple[str, ...]
-    """The script and its arguments, untouched."""
     named: Mapping[str, str] = field(default_factory=dict)
     """Option name → what the user wrote in its place, for options that came from elsewhere (`explaining`)."""
     executed: tuple[str, ...] = ()
@@ -108,11 +102,9 @@ class Parsed(Struct, frozen=True, kw_only=True):
         return dest in self.values and self.values[dest][-1] not in ("", "0")
 
     def source(self, dest: str, default: str) -> str:
-        """How the user called the option, for a message about its value."""
         return self.sources.get(dest, default)
 
     def from_command_line(self, dest: str) -> bool:
-        """Tell an option of the command line from a file's or a variable's."""
         return self.sources.get(dest, "").startswith("-")
 
 
@@ -178,7 +170,6 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def remark_on(name: str) -> str:
-    """The difference between another program's option and the one that is meant; empty for none."""
     return MEANT.get(name.replace("_", "-").lower(), ("", ""))[1]
 
 
@@ -246,7 +237,6 @@ def texts_of(option: Option, value: object, *, called: str) -> tuple[str, ...]:
 
 
 def texts_of_variable(option: Option, text: str, *, called: str) -> tuple[str, ...]:
-    """A variable's value as what would stand on the command line."""
     if option.metavar is None:
         word = text.strip().lower()
         if word not in _YES | _NO:

@@ -30,7 +30,6 @@ _SIGNAL = re.compile(r"--signal(?:=|\s+)(\S+)")
 
 
 def check_template(text: str) -> list[str]:
-    """The faults of a template, each in a few words; none, where a run can be submitted with it."""
     return list(_problems(text))
 
 
@@ -52,7 +51,6 @@ def _problems(text: str) -> Iterator[str]:
 
 
 def _shell(line: str) -> str | None:
-    """``#!/usr/bin/env bash`` → ``bash``."""
     if not line.startswith("#!"):
         return None
     names = [word.rpartition("/")[2] for word in line[2:].split() if not word.startswith("-")]
@@ -118,7 +116,6 @@ def _problems_of_options(lines: Sequence[str]) -> Iterator[str]:
 
 
 def sbatch_words(lines: Sequence[str]) -> list[str]:
-    """The words that the ``#SBATCH`` lines among `lines` give sbatch; raises ValueError for quotes without end."""
     words: list[str] = []
     for line in lines:
         if line.startswith("#SBATCH"):

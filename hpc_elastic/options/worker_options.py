@@ -65,7 +65,6 @@ def parse_texts(text: str, option: str) -> tuple[str, ...]:
 
 
 def parse_checkpoint_local(text: str, option: str) -> CheckpointRoom:
-    """``/dev/shm``, ``/dev/shm:40G``, ``/scratch:500G``."""
     folder, colon, room = text.strip().rpartition(":")
     if not colon:
         folder, room = room, ""
@@ -254,7 +253,6 @@ REMOVED: Mapping[str, str] = {
 
 
 def removal(name: str) -> str | None:
-    """The replacement of a removed option, by its name in a file, a variable or Python; None: it was none."""
     instead = REMOVED.get(f"--{name.lower().replace('_', '-')}")
     return None if instead is None else f"was removed: {instead}"
 

@@ -41,7 +41,6 @@ class TailTrack(Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: tuple[int, ...] = ()
     """Indices into `FlightTail.calls`."""
     done: tuple[int, ...] = ()
-    """1 for a completed call."""
     started: int = -1
     """The last sequence number that its device has begun and not completed; -1: unknown, or there is no such call."""
 
@@ -58,12 +57,9 @@ class FlightTail(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Doing(str, Enum):
-    """The kind of call that a rank was in; `_WORDS` says it in words."""
-
     COLLECTIVE = "collective"
     """It waited for other ranks: in a collective, in a send or receive, or while a process group was made."""
     STORE = "store"
-    """It waited for a key of the process group's store."""
     BACKWARD = "backward"
     """A backward pass, which may wait for a collective and may compute."""
     LOADER = "loader"
@@ -77,7 +73,6 @@ class Doing(str, Enum):
     LEAVING = "leaving"
     CODE = "code"
     UNKNOWN = "unknown"
-    """It left no stack."""
 
 
 class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -96,7 +91,6 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int | None = None
     """The last collective that it had enqueued, as NCCL's watchdog counts them."""
     operation: str = ""
-    """The collective's type and size, as its messages have them."""
     peer_operation: tuple[int, str] | None = None
     """Another rank, and its collective, as its message has them."""
     names: tuple[int, ...] = ()
@@ -104,13 +98,11 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reports: str = ""
     """Their exception in its message: ``OSError: [Errno 122] Disk quota exceeded``."""
     key: str = ""
-    """The store's key that it waited for."""
     clients: tuple[int, int] | None = None
     """How many ranks had come to the store, of how many."""
     sizes: tuple[int, int] | None = None
     """Bytes that came from a peer, and the most that its own collective expected."""
     awaits: int | None = None
-    """The rank that its send or receive is with."""
     peer: str = ""
     """The peer whose connection broke, as its message has it: ``[10.0.0.7]:41234``, ``n1<41234>``."""
 
@@ -118,7 +110,6 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def where(self) -> str:
-        """One clause: its activity, and the place in the user's code."""
         place = f" ({self.at})" if self.at else ""
         if self.doing in (Doing.COLLECTIVE, Doing.BACKWARD):
             return f"in {self.call or _WORDS[self.doing]}{place}"

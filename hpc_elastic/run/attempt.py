@@ -44,8 +44,6 @@ class LocalSupervisor(Struct, frozen=True, kw_only=True):
 
 
 class AttemptInfo(Struct, frozen=True, kw_only=True):
-    """Facts that hold for the whole attempt."""
-
     number: int
     cluster: str
     """``slurm`` or ``local``."""
@@ -57,7 +55,6 @@ class AttemptInfo(Struct, frozen=True, kw_only=True):
     job_id: str | None = None
     """Slurm's notation: ``70_1`` for an array task."""
     slurm_cluster: str = ""
-    """SLURM_CLUSTER_NAME."""
     slurm_job_ids: tuple[str, ...] = ()
     """SLURM_JOB_ID of this attempt and of those before it, each once, the newest first: a follow-on job has its own."""
     restart_count: int = 0
@@ -66,7 +63,6 @@ class AttemptInfo(Struct, frozen=True, kw_only=True):
     requeue_way: str = "requeue"
     """``requeue``, or ``chain`` for a follow-on job."""
     kill_wait: float | None = None
-    """Seconds between Slurm's SIGTERM and SIGKILL."""
     versions: Mapping[str, str] = field(default_factory=dict)
     supervisor: LocalSupervisor | None = None
     """Set for a run on one machine."""
@@ -89,9 +85,7 @@ class StoredResult(Struct, frozen=True, kw_only=True):
     reason: str
     exit_code: int
     action: str
-    """``requeue`` or ``end``."""
     decision: str
-    """The reason of the action."""
     fingerprint: str = ""
     step: int = -1
     idle: int = 0
@@ -106,7 +100,6 @@ class StoredResult(Struct, frozen=True, kw_only=True):
 
 
 def load_result(path: Path) -> StoredResult | None:
-    """The stored end, or None where it is missing or unreadable."""
     found = codec.load(path, StoredResult)
     if isinstance(found, Unreadable):
         return None
@@ -114,6 +107,5 @@ def load_result(path: Path) -> StoredResult | None:
 
 
 def load_newest_result(paths: RunPaths) -> StoredResult | None:
-    """The end of the newest attempt; None where no attempt has ended."""
     begun = paths.begun_attempts()
     return load_result(begun[-1].result_json) if begun else None

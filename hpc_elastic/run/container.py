@@ -75,7 +75,6 @@ def parse_container_image(text: str, option: str) -> ContainerImage:
 
 
 def _runtimes_for(image: str) -> tuple[Runtime, ...]:
-    """The runtimes that take an image of this form, the likeliest first."""
     if image.endswith(".sif") or image.startswith(("docker://", "library://", "oras://", "shub://")):
         return Runtime.APPTAINER, Runtime.SINGULARITY
     if image.endswith((".sqsh", ".squashfs", ".sqfs")):

@@ -1,8 +1,7 @@
 """Reads a run's events: the one reader of the files of `events.EventLog`, for `report` and `logs`.
 
-Each writer has its own file, in which its lines stand in their order. `EventFile` reads one file, also while it
-grows; `merged_events` reads all files of an attempt in time order; a line's event is one of `EVENTS`. Torn and foreign
-lines are skipped, and bounds hold against a file or a line of gigabytes, which no writer of ours leaves.
+Torn and foreign lines are skipped, and bounds hold against a file or a line of gigabytes, which no writer of ours
+leaves.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ _CHUNK = 1 << 20
 _TEXT_LIMIT = 4000
 _SMALLEST_CHUNK = 4096
 _CHUNKS_TOGETHER = 32 << 20
-"""Bytes that all files may hold at once while they are merged."""
 _TOO_LARGE = f"it is larger than {LARGEST_FILE} bytes"
 _TOO_LONG = f"a line is longer than {LONGEST_EVENT} bytes"
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
@@ -52,10 +50,7 @@ EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordi
 
 
 def read_event(value: Mapping[str, Any]) -> RunEvent | None:
-    """The event of a line; None: this version does not know it, or a required field is missing.
-
-    A field of another type takes its default; the readable items of a list stay.
-    """
+    """A field of another type takes its default; the readable items of a list stay."""
     name = value.get("event")
     kind = _kind_of(name, value.get("role")) if isinstance(name, str) else None
     if kind is None:
@@ -81,7 +76,6 @@ class _Head(Struct, frozen=True, kw_only=True):
     written_ns: int = field(default=0, name="t")
     """The writer's wall clock; 0: unknown."""
     number: int | None = field(default=None, name="n")
-    """Its place in its file."""
     role: str = ""
     """``supervisor``, ``agent`` or ``operator``."""
     node: int | None = None
@@ -103,7 +97,6 @@ class EventLine(_Head, frozen=True, kw_only=True):
 
     @property
     def value(self) -> dict[str, Any]:
-        """All its fields, the common ones included."""
         value: dict[str, Any] = _decode(self.raw)
         return value
 
@@ -124,10 +117,7 @@ def _line(
 
 
 class EventFile:
-    """One writer's events, in their order; what is not there yet comes with a later call.
-
-    No descriptor stays open between two reads: a large run has more files than a process may open.
-    """
+    """No descriptor stays open between two reads: a large run has more files than a process may open."""
 
     def __init__(
         self,
@@ -138,7 +128,6 @@ class EventFile:
         names: Collection[str] | None = None,
         chunk: int = _CHUNK,
     ) -> None:
-        """`offsets_ns`: node → how far its clock is ahead. `names`: only these events. `chunk`: bytes read at once."""
         match = _WRITER.match(path.name)
         self._path = path
         self._attempt = attempt
@@ -151,11 +140,9 @@ class EventFile:
         self._chunk = chunk
         self._at = 0
         self._begun = bytearray()
-        """A line without its end so far."""
         self._skipping = ""
         """Reason to skip everything up to the next line feed."""
         self._left_out: dict[str, int] = {}
-        """Reason → bytes."""
         self._latest = 0
 
     def read(self) -> list[EventLine] | None:
@@ -167,7 +154,6 @@ class EventFile:
         return None
 
     def rest(self) -> list[EventLine] | None:
-        """The event whose line has no end."""
         raw, self._begun = bytes(self._begun), bytearray()
         return self._parse(raw) or None
 
@@ -176,7 +162,6 @@ class EventFile:
         return bool(self._begun)
 
     def events(self) -> Iterator[EventLine]:
-        """All further events, to the current end of the file."""
         while (found := self.read() or self.rest()) is not None:
             yield from found
 
@@ -208,7 +193,6 @@ class EventFile:
         return data
 
     def _whole_lines(self, data: bytes) -> bytes:
-        """The lines that end in `data`."""
         if self._skipping:
             end = data.find(b"\n") + 1
             self._leave_out(end or len(data), self._skipping)
@@ -249,7 +233,6 @@ class EventFile:
 
 
 def _read(raw: bytes, *, may_be_long: bool) -> tuple[_Head, RunEvent | None] | None:
-    """A line's head and event; None: it is torn or foreign. Its other values are decoded on demand."""
     if not (may_be_long and has_long_number(raw)):
         try:
             head = decoder(_Head).decode(raw)
@@ -271,7 +254,6 @@ def _decode(raw: bytes) -> Any:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """The files of an attempt's events, by name; empty where the folder is missing or unreadable."""
     try:
         try:
             names = names_in(folder)

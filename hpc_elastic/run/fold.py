@@ -1,9 +1,7 @@
 """Folds the small files of a run that is over into two for each attempt; `base.folded` reads them there.
 
-A run of seconds leaves a file for each worker, stream, round, node and value of the store. Metadata servers and users
-count files, so the last process of the run puts them together. It may be killed at any step: the folded files are
-written and synced under other names first, renamed, and only then are those removed that are in them, so each file can
-be read at every moment. The next call goes on where it was interrupted.
+It may be killed at any step: the folded files are synced under other names, renamed, and only then are those removed
+that are in them, so each file can be read at every moment. The next call goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ _OF_ATTEMPT = re.compile(r"(store-host|fork-server)-\d+\.log\Z|agent-\d+\.error\
 
 class _File(Struct, frozen=True):
     name: str
-    """Relative to the attempt's folder."""
     size: int
     is_link: bool
 
@@ -167,7 +164,6 @@ def _file(entry: os.DirEntry[str], folder: str, *, may_be_link: bool = False) ->
 
 
 def _write(root: Path, name: str, files: Collection[_File], is_late: Callable[[], bool]) -> bool:
-    """Write one folded file. Returns whether there was the time."""
     temporary = root / f".{name}"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC

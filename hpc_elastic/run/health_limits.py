@@ -22,7 +22,6 @@ class Check(str, Enum):
     MEMORY = "memory"
     """Memory that can still be had: the node's, and below the cgroup's limits."""
     SHARED = "shared"
-    """The run directory takes a small file and gives it back."""
     CLOCK = "clock"
     """The wall clock against that of the run directory's server: only ever a warning."""
     GPU = "gpu"

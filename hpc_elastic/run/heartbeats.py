@@ -42,9 +42,7 @@ class RankHeartbeat(Struct, frozen=True, kw_only=True):
     age: float = 0.0
     """Seconds since the heartbeat, when this was written."""
     count: int = 0
-    """Heartbeats in this round so far."""
     saved_step: int | None = None
-    """The furthest step in a checkpoint of this round."""
     saved_age: float | None = None
     """Seconds since its last checkpoint of this round was complete, when this was written."""
 
@@ -65,7 +63,6 @@ class Progress(Struct, frozen=True, kw_only=True):
     counted_steps: int = 0
     counts: ProgressSource = ProgressSource.OPTIMIZER
     checkpoint_seconds: float = 0.0
-    """Time in section ``checkpoint``."""
     checkpoints: int = 0
     """Complete ones of the worker that has most."""
     longest_step: float = 0.0
@@ -91,11 +88,9 @@ class NodeHeartbeats(Struct, frozen=True, kw_only=True):
     host: str = ""
     round: int
     written_ns: int
-    """The node's wall clock."""
     steps_per_second: float | None = None
     """Rate over the last minute of the round."""
     total: int | None = None
-    """All steps of the training, where the script reports that."""
     loss: float | None = None
     """The last one of the first of its ranks that reports one; null also where that is no finite number."""
     progress: Progress | None = None

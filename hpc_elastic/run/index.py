@@ -58,7 +58,6 @@ def make_account_folder(name: str, env: Mapping[str, str] | None = None) -> Path
 
 
 def _is_roots(path: Path) -> bool:
-    """Check that only root can have written, or will write, at `path`."""
     try:
         return all(not os.path.lexists(above) or os.lstat(above).st_uid == 0 for above in (path, *path.parents))
     except OSError:  # NFS refuses root
@@ -72,7 +71,6 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 class JobEntry(Struct, frozen=True, kw_only=True):
     cluster: str
-    """Slurm's name; empty: unknown."""
     job_id: str
     submitted_ns: int
     run_dir: Path
@@ -229,7 +227,6 @@ def _by_task_of_run(text: str, runs: Path) -> Path | None:
 
 
 def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
-    """Find a whole id, or its beginning; a possible job id counts as a beginning only with `digits`."""
     if RunPaths(runs / text).run_json.is_file():
         return runs / text
     if is_job_id(text) and not digits:

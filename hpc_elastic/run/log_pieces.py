@@ -1,8 +1,7 @@
 """The pieces of an output file that is rotated by size: their names, and reading back from their end.
 
-``stdout.log`` is the piece that is being written. When it is full it becomes ``stdout.log.000``, the next one
-``stdout.log.001`` and so on: in order, and none is ever renamed again. The first one, where a run's first error often
-stands, is always kept, and so are the latest of the others.
+``stdout.log``, the piece being written, becomes ``stdout.log.000`` when it is full, the next ``stdout.log.001``. None
+is ever renamed again. The first, where a run's first error often stands, is always kept; so are the latest others.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def parse_count(text: str, option: str) -> int:
 
 
 def piece_path(path: Path, number: int) -> Path:
-    """The path of the full piece `number` (from 0) of the output file `path`."""
     return path.with_name(f"{path.name}.{number:03d}")
 
 
@@ -73,12 +71,10 @@ class EndReader:
     """Reads an output file back from its end, over its pieces. As a context manager; positions count from the end."""
 
     def __init__(self, path: Path | str) -> None:
-        """Raises OSError: the piece that was written last can't be opened."""
         self._path = Path(path)
         self._fds: list[int] = []
         self._sizes: list[int] = []
         self._left: list[int] | None = None
-        """Numbers of the full pieces that were not opened yet; None: not searched yet."""
         try:
             self._open(self._path)
         except FileNotFoundError:
@@ -87,7 +83,6 @@ class EndReader:
                 raise
 
     def read(self, count: int, *, before: int = 0) -> bytes:
-        """Read up to `count` bytes that end `before` bytes before the end. Raises OSError."""
         while sum(self._sizes) < before + count and self._open_earlier():
             pass
         parts = []
@@ -103,7 +98,6 @@ class EndReader:
         return b"".join(reversed(parts))
 
     def has(self, count: int) -> bool:
-        """Check for more than `count` bytes."""
         while sum(self._sizes) <= count and self._open_earlier():
             pass
         return sum(self._sizes) > count

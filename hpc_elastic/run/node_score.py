@@ -1,8 +1,7 @@
 """The evidence against nodes (nodes.json in the run directory), and which of them the next attempt leaves out.
 
-A node is bad by a failure that is known to break with the node (it was lost, it failed a health check, the driver named
-its GPU), or where failures keep beginning. A failure that begins on one node and then on another moves with the code,
-and counts against none of them. Everything expires, and enough nodes for the run's MIN are always kept.
+A node is bad by a failure that is known to break with the node, or where failures keep beginning. A failure that begins
+on one node and then on another moves with the code, and counts against none of them. Everything expires.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from hpc_elastic.run.option_values import DEFAULT_HOURS, DEFAULT_SHARE
 BAD = 1.0
 """Least score of a node that is left out."""
 MOST_EVIDENCE = 2000
-"""The latest are kept."""
 _LARGEST_FILE = 4 << 20
 _AHEAD_NS = 3600 * 10**9
 """Evidence from further ahead of now is ignored; hosts' clocks differ."""
@@ -32,7 +30,6 @@ class EvidenceKind(str, Enum):
     LOST = "lost"
     """It fell silent, or Slurm gave it up, or no agent could be started there."""
     UNHEALTHY = "unhealthy"
-    """It failed a health check."""
     HARDWARE = "hardware"
     """A worker's message names a broken part of it: an ECC error, an Xid."""
     SLOW = "slow"
@@ -55,14 +52,13 @@ WEIGHTS = {
     EvidenceKind.FIRST_EXCEPTION: 0.25,
 }
 _MOVING = (EvidenceKind.FIRST_FAILURE, EvidenceKind.FIRST_EXCEPTION, EvidenceKind.SLOW)
-"""What counts against none where the same begins on another node."""
+"""Kinds that count against no node where the same begins on another one."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
     node: str
     kind: EvidenceKind
     at_ns: int
-    """The wall clock of the host that saw it."""
     why: str = ""
     fingerprint: str = ""
     attempt: int = -1
@@ -74,13 +70,11 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
     excluded: tuple[str, ...] = ()
     """The nodes that this program, and not the user, has put on the job's list of excluded ones."""
     saved_ns: int = 0
-    """The writer's wall clock."""
     problem: str = ""
     """Why the file is unreadable; empty also where it is missing."""
 
 
 def load_record(path: Path) -> NodeRecord:
-    """Read nodes.json. Never raises."""
     value = read_json(path, limit=_LARGEST_FILE)
     if isinstance(value, str):
         return NodeRecord(problem="" if value == "missing" else str(value))
@@ -92,7 +86,6 @@ def load_record(path: Path) -> NodeRecord:
 
 
 def save_record(path: Path, record: NodeRecord) -> None:
-    """Write nodes.json whole. Raises OSError."""
     latest = sorted(dict.fromkeys(record.evidence), key=lambda item: item.at_ns)[-MOST_EVIDENCE:]
     codec.save(path, replace(record, evidence=tuple(latest)), without=("problem",))
 
@@ -114,7 +107,6 @@ class NodeScore(Struct, frozen=True, kw_only=True):
     node: str
     score: float
     evidence: tuple[Evidence, ...]
-    """Unexpired evidence, the latest first."""
     until_ns: int
     """When its score falls below `BAD` without new evidence; for a good node, when its last evidence expires."""
 
@@ -124,7 +116,6 @@ class NodeScore(Struct, frozen=True, kw_only=True):
 
     @property
     def why(self) -> str:
-        """The latest of the heaviest evidence, for people."""
         heaviest = max(self.evidence, key=lambda item: WEIGHTS[item.kind])
         more = len(self.evidence) - 1
         return f"{heaviest.why or heaviest.kind.value.replace('_', ' ')}{f' (and {more} more)' if more else ''}"
@@ -132,7 +123,6 @@ class NodeScore(Struct, frozen=True, kw_only=True):
 
 class Exclusion(Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
-    """Nodes to leave out, sorted by name."""
     spared: tuple[tuple[str, str], ...] = ()
     """Bad nodes that stay in, each with the reason."""
 
@@ -162,8 +152,7 @@ def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEF
 
 
 def _moved(counts: Sequence[Evidence]) -> set[str]:
-    """Find the failures that some nodes had apart from the others, and in another round other nodes: these move with
-    the code. Several nodes of one round may lack the same."""
+    """Several nodes of one round may lack the same: it moves with the code if another round has other nodes."""
     rounds: dict[str, dict[tuple[int, int], set[str]]] = {}
     for item in counts:
         if item.kind is EvidenceKind.APART:
@@ -186,11 +175,7 @@ def _score(node: str, items: list[Evidence], life_ns: int) -> NodeScore:
 
 
 def is_everywhere(unable: int, *, nodes: int) -> bool:
-    """Check whether so many nodes could not run the agent that the cause is shared, and counts against none of them.
-
-    The batch host, where the supervisor runs, has the interpreter and the run directory in any case: of four nodes or
-    more, all the others are as good as all. One node alone shows nothing.
-    """
+    """The batch host runs the agent in any case: of four nodes or more, all the others are as good as all."""
     return nodes > 1 and unable >= nodes - (1 if nodes > 3 else 0)
 
 

@@ -46,7 +46,6 @@ def parse_positive_seconds(text: str, option: str) -> float:
 
 
 def number_of(text: str) -> float:
-    """A number; NaN for any other text."""
     try:
         return float(text)
     except ValueError:
@@ -67,12 +66,8 @@ def one_of(kind: type[E]) -> Callable[[str, str], E]:
 
 
 class StartMethod(str, Enum):
-    """``--start-method``: how a worker's process is started."""
-
     SPAWN = "spawn"
-    """A fresh interpreter."""
     FORKSERVER = "forkserver"
-    """A fork of one that has imported the modules already."""
 
 
 def parse_start_method(text: str, option: str) -> StartMethod:
@@ -90,7 +85,6 @@ class NumaBinding(str, Enum):
 
 
 def parse_modules(text: str, option: str) -> tuple[str, ...]:
-    """Read ``auto,mylib.models``: modules by their dotted names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names or not all(part.isidentifier() for name in names for part in name.split(".")):
         raise UsageError(
@@ -116,7 +110,6 @@ class RequeueChoice(str, Enum):
     """CHAIN where the job can't be requeued, else SCONTROL."""
     SCONTROL = "scontrol"
     CHAIN = "chain"
-    """A follow-on job."""
 
 
 def parse_signal(text: str, option: str) -> str:
@@ -162,8 +155,7 @@ class StreamChoice(Struct, frozen=True, kw_only=True):
     """``--redirects`` and ``--tee``, in torchrun's grammar: which streams are named, per local rank.
 
     A worker's stdout and stderr always go to its files. `redirects` keeps streams from the job log, ``--tee`` brings
-    them back, and ``--local-ranks-filter`` and ``--job-log-ranks`` leave out all streams of other ranks
-    (`shown_in_job_log`).
+    them back, and ``--local-ranks-filter`` and ``--job-log-ranks`` leave out all streams of other ranks.
     """
 
     default: Std = Std.NONE
@@ -197,7 +189,6 @@ def parse_std_streams(text: str, option: str) -> StreamChoice:
 
 
 def parse_local_ranks(text: str, option: str = "--local-ranks-filter") -> tuple[int, ...]:
-    """Read ``0,2``: local ranks, sorted, each once."""
     words = [word.strip() for word in text.split(",")]
     if not all(map(_is_rank, words)):
         raise UsageError(f"{option} {text!r}: give local ranks separated by commas, such as 0,2")
@@ -247,7 +238,6 @@ def _is_rank(text: str) -> bool:
 
 
 LEARNED_LEAST = 60.0
-"""Seconds: a timeout that is learned from the steps is never shorter."""
 
 
 class SectionTimeouts(Struct, frozen=True, kw_only=True):
@@ -262,12 +252,10 @@ class SectionTimeouts(Struct, frozen=True, kw_only=True):
 
     @property
     def by_section(self) -> dict[str, float]:
-        """The timeouts, with the least that a learned one can be."""
         return {**self.seconds, **({STEP: LEARNED_LEAST} if self.learns_step else {})}
 
     @property
     def shortest(self) -> float | None:
-        """The least timeout; None where no worker is judged."""
         return min(self.by_section.values(), default=None)
 
 
@@ -387,7 +375,6 @@ MOST_HOURS = 24.0 * 365
 class BadNodeSettings(Struct, frozen=True, kw_only=True):
     scope: Scope = Scope.RUN
     hours: Annotated[float, Meta(ge=0, le=MOST_HOURS)] = DEFAULT_HOURS
-    """Evidence expires after this."""
     share: float = DEFAULT_SHARE
     """Maximum share of the partition to exclude."""
 

@@ -117,7 +117,6 @@ class RunPaths(Struct, frozen=True):
         return self.root.name if task is None else f"{self.root.parent.name}_{task}"
 
     def task(self, index: int) -> RunPaths:
-        """The run of one task of this array."""
         return RunPaths(self.root / f"task-{index}")
 
     def attempt(self, number: int) -> AttemptPaths:

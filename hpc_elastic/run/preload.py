@@ -29,7 +29,6 @@ class Preload(Struct, frozen=True, kw_only=True):
         return replace(self, learned=tuple(dict.fromkeys((*self.learned, *modules))))
 
     def merged(self, other: Preload) -> Preload:
-        """Add the modules that another node has learned and left out."""
         learned = self.with_learned(other.learned)
         return replace(learned, left_out={**other.left_out, **self.left_out})
 
@@ -42,7 +41,6 @@ class Preload(Struct, frozen=True, kw_only=True):
 
 
 def load_preload(path: Path) -> Preload | None:
-    """The contents of preload.json; None where it is missing or unreadable."""
     kept = codec.load(path, Preload)
     return None if isinstance(kept, Unreadable) else kept
 

@@ -13,14 +13,11 @@ SLOW_RANK = "slow rank"
 
 
 class OnSlowRank(str, Enum):
-    """The reaction to a rank that the others wait for."""
-
     OBSERVE = "observe"
     """It is reported: in the job log, by `status` and in the report."""
     EXCLUDE = "exclude"
     """And its node is in no round after the next restart, and in no attempt after the next requeue."""
     OFF = "off"
-    """Ranks are not compared."""
 
 
 class GroupArrivals(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,11 +42,10 @@ class GroupArrivals(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RankSections(Struct, frozen=True, kw_only=True):
-    """What the script's sections took of one rank's time since the look before."""
+    """Times of the script's sections in one rank since the look before."""
 
     rank: int
     seconds: float
-    """Length of that time."""
     spent: dict[str, float] = {}
 
 
@@ -61,12 +57,10 @@ class NodeArrivals(Struct, frozen=True, kw_only=True):
     """The node whose clock since its boot is `since_ns`' clock, by its uid; empty: this node's own."""
     since_ns: int
     bound_ns: int = 0
-    """By how much that may be off."""
     kinds: tuple[str, ...] = ()
     """Name and size of each kind of call."""
     groups: tuple[GroupArrivals, ...] = ()
     sections: tuple[RankSections, ...] = ()
-    """Where torch has no recorder."""
 
 
 class SlowRank(Struct, frozen=True, kw_only=True):
@@ -76,7 +70,7 @@ class SlowRank(Struct, frozen=True, kw_only=True):
     node: int
     host: str
     seconds: float
-    """By how much it enters `call` after the others, median; or how much longer it is in that section, a minute."""
+    """Median delay with which it enters `call`; or how much longer it is in that section, a minute."""
     call: str
     calls: int
     """How many collectives that is the median of; 0: `call` is a section of the script."""
@@ -105,7 +99,6 @@ class RunPace(Struct, frozen=True, kw_only=True):
     """A run that is slower as a whole than it was."""
 
     step: float
-    """Seconds a step now, median."""
     best: float
     """Seconds a step in the run's best hour, with as many ranks."""
     since_ns: int = 0
@@ -113,7 +106,6 @@ class RunPace(Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """The share of the time that is lost, 0 to 1."""
         return 1 - self.best / self.step
 
     def __str__(self) -> str:
@@ -136,6 +128,5 @@ class BestPace(Struct, frozen=True, kw_only=True):
 
     world_size: int
     step: float
-    """Seconds a step, median."""
     spread: float = 0.0
     """Median deviation from that of single minutes."""

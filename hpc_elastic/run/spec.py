@@ -96,9 +96,7 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     restart_policy: RestartWith = RestartWith.PROCESSES
     start_method: StartMethod = StartMethod.SPAWN
     preload: tuple[str, ...] = (AUTO,)
-    """Modules that each node's fork server imports once."""
     max_requeues: int = 3
-    """Attempts after the first one."""
     max_same_failures: int = 2
     """Number of equal fingerprints without progress between that show a bug in the script; 0: never."""
     restart_window: float | None = None
@@ -111,7 +109,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     health_check: tuple[str, ...] = ()
     health_check_timeout: float = 30.0
     checkpoint_dir: str = ""
-    """Where agents copy the workers' checkpoints to; empty: they copy none."""
     checkpoint_local: CheckpointRoom = field(default_factory=CheckpointRoom)
     checkpoint_keep: int = 2
     checkpoint_bandwidth: int = 500 << 20
@@ -162,21 +159,16 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     container_env: tuple[str, ...] = ()
     container_args: tuple[str, ...] = ()
     setup: str = ""
-    """Shell that makes the workers' environment, ``source FILE`` or commands."""
     setup_timeout: float = 300.0
     worker_prefix: tuple[str, ...] = ()
-    """Stands before each worker's command."""
     after: str = ""
-    """Shell, after the run."""
     hook_timeout: float = 600.0
     notify: str = ""
-    """A URL, or shell."""
     sbatch_args: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
 
     @property
     def container(self) -> Container | None:
-        """The workers' container; None: they run on the host."""
         if self.container_image is None:
             return None
         return Container(
@@ -212,7 +204,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def log_limit(self) -> PieceLimit | None:
-        """The limits of the workers' output files; None: they are never rotated."""
         return PieceLimit(size=self.log_max_size, count=self.log_max_files) if self.log_max_size else None
 
     def save(self, path: Path, *, durable: bool = True) -> None:

@@ -12,8 +12,6 @@ from hpc_elastic.run.option_values import number_of
 
 
 class OnHang(str, Enum):
-    """The reaction to a hang that no section's timeout has found."""
-
     OBSERVE = "observe"
     """It is reported: in the job log, by `status` and in the report."""
     ACT = "act"
@@ -27,7 +25,6 @@ class HangSettings(Struct, frozen=True, kw_only=True):
 
 
 def parse_hangs(text: str, option: str = "--hangs") -> HangSettings:
-    """``observe``, ``act``, ``act:600``."""
     name, colon, value = text.strip().partition(":")
     try:
         action = OnHang(name)
@@ -68,7 +65,6 @@ class NodeStall(Struct, frozen=True, kw_only=True):
 
     round: int
     seconds: float
-    """Length of that time when this was written."""
     longest: float = 0.0
     """The node's longest such time in this attempt that ended by itself, seconds."""
     ranks: tuple[StalledRank, ...] = ()
@@ -85,7 +81,6 @@ class Suspicion(Struct, frozen=True, kw_only=True):
     reason: str
     """One line, with the culprit where one is known."""
     ranks: tuple[int, ...] = ()
-    """The ranks that the others wait for."""
     written_ns: int = 0
     """Wall clock of the node of group rank 0."""
     seconds: float = 0.0

@@ -72,11 +72,7 @@ def _names(variables: Sequence[str]) -> str:
 
 
 def literal_path(path: str) -> str:
-    """A path for ``--output`` in which Slurm replaces nothing.
-
-    Tried on 22.05: ``%%`` is a percent sign, but where a path has a backslash anywhere, nothing in it is replaced and
-    each backslash quotes the next character. (What ``scontrol show job`` then prints as StdOut is wrong.)
-    """
+    """``%%`` is a percent sign; but where a path has a backslash, only backslashes quote (tried on 22.05)."""
     return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
 
 

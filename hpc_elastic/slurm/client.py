@@ -51,16 +51,13 @@ class CommandResult(Struct, frozen=True, kw_only=True):
 CommandRunner = Callable[..., CommandResult]
 """``runner(argv, timeout=SECONDS)`` runs one command to its end, with the exceptions of `subprocess.run`."""
 ASKED_AGAIN = 3
-"""Tries of a question that a signal ends. When Slurm ends a job, it signals all processes of the batch script (seen on
-22.05): the very command that asks what that means, too.
-"""
+"""Slurm signals all processes of a batch script that it ends (seen on 22.05): the command that asks why, too."""
 
 
 class SubprocessRunner:
     """Runs commands on this host, in a session of their own: a Ctrl-C at our terminal must not cut one in half."""
 
     def __init__(self, env: Mapping[str, str], *, overruled: Sequence[str] = ()) -> None:
-        """`overruled`: SBATCH_* variables to keep from sbatch (`commands.submission_environment`)."""
         self._command_env = commands.command_environment(env)
         self._submission_env = commands.submission_environment(env, overruled=overruled)
 
@@ -82,7 +79,6 @@ class SlurmClient(Struct, eq=False):
     on_answer: Callable[[SlurmUnavailableError | None], None] = lambda error: None
     """Called after each: with the error where the controller did not answer, else with None."""
     log: Callable[[str], object] = logger.info
-    """Gets sbatch's further output: notes of the site's plugins, mostly."""
     _cluster_here: str | None = None
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:

@@ -15,7 +15,7 @@ _UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error",
 
 
 class SlurmConfig(Struct, frozen=True, kw_only=True):
-    """The settings that decide how this run must behave. Times in seconds."""
+    """Times in seconds."""
 
     version: tuple[int, ...]
     """``(22, 5, 8)``; empty: unknown."""
@@ -24,7 +24,6 @@ class SlurmConfig(Struct, frozen=True, kw_only=True):
     slurmd_timeout: int
     """A node silent for longer is declared down; 0: never."""
     job_requeue: bool
-    """The default for jobs."""
     has_epilog: bool = False
     """The site runs a program on a node after each job, which may take its time."""
     cluster: str = ""
@@ -72,7 +71,6 @@ class PartitionNodes(Struct, frozen=True, kw_only=True):
 
 
 def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:
-    """The output of ``sinfo -N``, by partition, in the order in which they are first named."""
     nodes: dict[str, dict[str, bool]] = {}
     for line in text.splitlines():
         cells = line.split("|", 4)

@@ -144,7 +144,6 @@ def sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
 
 
 def own_jobs(uid: int, clusters: str) -> list[str]:
-    """A user's jobs, ended ones too: one line each, with the array's number for its tasks, the comment, the script."""
     where = ["-M", clusters] if clusters else []
     return ["squeue", *where, "-u", str(uid), "-h", "-t", "all", "-o", "%F|%k|%o"]
 
@@ -166,10 +165,7 @@ def sacct(jobs: Iterable[JobId]) -> list[str]:
 
 
 def soon(delay: float = 0.0, *, now: float | None = None) -> str:
-    """StartTime for a job that may start in `delay` seconds: never sooner than `SOON_SECONDS`.
-
-    `now` is the controller's time, since the epoch, if known: scontrol counts ``now+…`` from its own host's clock.
-    """
+    """`now` is the controller's time, since the epoch, if known: scontrol counts from its own host's clock."""
     seconds = SOON_SECONDS + math.ceil(delay)
     return f"now+{seconds}" if now is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + seconds))
 
@@ -198,7 +194,6 @@ _FIELDS = {
     "SLURM_GPUS_PER_TASK": "TresPerTask",
     "SLURM_TRES_PER_TASK": "TresPerTask",
 }
-"""The fields of ``scontrol show job`` by which a job has itself asked for what the variable holds."""
 
 
 def step_gpu_flags(env: Mapping[str, str], job: JobState | None = None) -> tuple[str, ...]:

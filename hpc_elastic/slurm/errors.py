@@ -12,10 +12,7 @@ from hpc_elastic.errors import HpcElasticError
 
 
 class SlurmError(HpcElasticError):
-    """A Slurm command failed: `what` was being done, and `why` it failed (one line).
-
-    There is no `rc` where the command never ended or never began.
-    """
+    """There is no `rc` where the command never ended or never began."""
 
     template = "{what}: {why}"
 

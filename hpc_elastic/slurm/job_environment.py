@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 
 class JobEnvironmentError(UsageError):
-    """A variable of Slurm's holds nonsense."""
-
     template = "{variable}={value!r} in the environment {why}"
 
     def __init__(self, variable: str, value: str, why: str) -> None:
@@ -92,7 +90,6 @@ RUN_VARIABLES = (
     *("HPC_ELASTIC_COMMAND_TOKEN", "HPC_ELASTIC_RING_REPORTS", "HPC_ELASTIC_RING_REPLACES", "HPC_ELASTIC_AGENT_STORE"),
     "HPC_ELASTIC_CHECKPOINTS",
 )
-"""Variables that only this package sets: in an agent, a worker or a command of the user's own."""
 WORKER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "HPC_ELASTIC_RING_WAIT"),
@@ -183,7 +180,7 @@ class _Reader:
 
 
 def _in_task(reader: _Reader) -> bool:
-    """Return whether srun started us. Special steps have ids from -6 to -1 (batch: -5), or these as unsigned numbers.
+    """Special steps have ids from -6 to -1 (batch: -5), or these as unsigned numbers.
 
     The variables of a step that the job was submitted from don't fit the job's own: slurmstepd sets SLURMD_NODENAME,
     and in a task SLURM_NNODES and SLURM_TASKS_PER_NODE of the step, in a batch script those of the job (all versions).

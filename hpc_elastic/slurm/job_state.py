@@ -126,12 +126,10 @@ class JobState(Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> bool:
-        """Pending, and nothing but a ``release`` will start it."""
         return self.phase is JobPhase.PENDING and is_hold(self.reason)
 
     @property
     def never_starts(self) -> bool:
-        """Pending for a reason that no event on the cluster takes away: only a change of the job itself does."""
         return self.phase is JobPhase.PENDING and self.reason in _NEVER
 
     @property
@@ -175,14 +173,12 @@ class JobState(Struct, frozen=True, kw_only=True):
 
     @property
     def code(self) -> int:
-        """The exit code of a run whose job ended so."""
         if self.state in _CODES:
             return int(_CODES[self.state])
         return 128 + self.exit_signal if self.exit_signal else self.exit_code or int(ExitCode.WORKERS_FAILED)
 
 
 def is_hold(reason: str) -> bool:
-    """Return whether only a ``release`` lets a job with this reason begin."""
     # JobHeldUser, JobHeldAdmin; JobHoldMaxRequeue: it could not be launched MaxBatchRequeue times.
     return reason.startswith(("JobHeld", "JobHold")) or reason.endswith((" held", "held state"))
 
@@ -194,7 +190,6 @@ def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
 
 
 def parse_show_job(text: str) -> tuple[JobState, ...]:
-    """The jobs in the output of ``scontrol show job``, with or without ``-o``. What can't be read has its default."""
     return tuple(_job_state(fields) for fields in parse_records(text) if is_job_id(fields["JobId"]))
 
 
@@ -289,10 +284,7 @@ def parse_own_jobs(text: str, run_dir: str) -> JobId | None:
 
 
 def parse_dependents(text: str, number: str) -> tuple[str, ...]:
-    """Jobs that wait for the end of job `number`, by the output of ``squeue -o '%i|%E'``.
-
-    An array task's dependency is written with its own id or, in the older releases, with ``_*``.
-    """
+    """An array task's dependency is written with its own id or, in the older releases, with ``_*``."""
     wanted = re.compile(rf"(?:\A|[,?])afterany:(?:[\d_*:]*:)?{re.escape(number)}(?:_\*)?(?![\d_])")
     found = []
     for line in text.splitlines():

@@ -24,8 +24,6 @@ _TRAILING_NUMBER = re.compile(rf"(.*?)([0-9]{{1,{_MAX_DIGITS}}})\Z", re.DOTALL)
 
 
 class HostlistError(UsageError):
-    """A text that should have been a hostlist, or a name that can't be a host's, is not."""
-
     template = "invalid hostlist {text!r}: {why}"
 
     def __init__(self, **facts: str) -> None:
@@ -33,10 +31,7 @@ class HostlistError(UsageError):
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """The host names of a hostlist, in its order, duplicates kept. Empty text is an empty list.
-
-    Raises HostlistError, also for ``(null)`` and ``None assigned``, and for more than `MAX_HOSTS` hosts.
-    """
+    """Raises HostlistError, also for ``(null)`` and ``None assigned``, and for more than `MAX_HOSTS` hosts."""
     if text and not _LIST.fullmatch(text):
         raise HostlistError(
             text=_shown(text), why="brackets don't match or are not closed, or a host name is missing at a comma"
@@ -160,11 +155,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def gpu_count(text: str) -> int:
-    """The GPUs of a count or GRES string: ``4``, ``a100:4``, ``gpu:2(S:0-1)``, ``gres/gpu:a100=2``.
-
-    Where an entry is named ``gpu``, entries of other names (``nic:1``) don't count; where none is, names are GPU
-    types. Raises ValueError, without the text.
-    """
+    """Names are GPU types; but where an entry is named ``gpu``, others (``nic:1``) don't count. Raises ValueError."""
     entries: list[tuple[list[str], int]] = []
     for raw in _PARENTHESES.sub("", text).split(","):
         entry = raw.strip()
@@ -184,10 +175,7 @@ def gpu_count(text: str) -> int:
 
 
 def device_count(text: str) -> int:
-    """The number of devices in ``CUDA_VISIBLE_DEVICES`` and its kin: indices, ranges, UUIDs, or nothing.
-
-    CUDA stops at the first entry that it can't use, such as ``-1``; ``NoDevFiles`` was Slurm's name for none.
-    """
+    """CUDA stops at the first entry that it can't use, such as ``-1``; ``NoDevFiles`` was Slurm's name for none."""
     count = 0
     for part in text.split(","):
         entry = part.strip()

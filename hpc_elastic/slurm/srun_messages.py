@@ -24,7 +24,6 @@ class SrunEventKind(Enum):
     LAUNCH_FAILED = "launch failed"
     """The step could not be started on `nodes`: launch again without them."""
     STEP_REFUSED = "step refused"
-    """srun could not even make the step, or reach the controller."""
     CANCELLED = "cancelled"
 
 

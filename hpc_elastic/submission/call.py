@@ -135,7 +135,6 @@ class CallTerms(Struct, frozen=True, kw_only=True):
 
     name: str
     folder: str
-    """The executor's: what submitit calls the folder."""
     timeout_min: float = 0.0
     """The time limit of one attempt, minutes; 0: unknown."""
     timeouts_left: int = 3
@@ -148,10 +147,7 @@ class CallTerms(Struct, frozen=True, kw_only=True):
 
 
 def is_timed_out(ran: float, *, limit: float) -> bool:
-    """Return whether a notice after `ran` of `limit` seconds (0: none) means the end of that time, as submitit decides.
-
-    After four fifths of the limit, or up to ten minutes before its end: a job of ten minutes or less always is.
-    """
+    """submitit's rule: after four fifths of the limit (0: none), or up to ten minutes before its end."""
     return limit > 0 and ran >= min(limit * 0.8, limit - 600)
 
 
@@ -179,12 +175,7 @@ def function_name(function: object) -> str:
 
 
 def write_call(path: Path, call: Call, terms: CallTerms) -> int:
-    """Returns the file's size in bytes.
-
-    Raises:
-        UsageError: the function or an argument can't be handed to another process.
-        OSError: it can't be written.
-    """
+    """Raises UsageError: the function or an argument can't be handed to another process."""
     try:
         return write_object(path, codec.to_json(terms), (call.function, call.args, dict(call.kwargs)))
     except OSError:
@@ -210,10 +201,7 @@ def read_call(path: Path) -> Call:
 
 
 def own_sys_path() -> tuple[str, ...]:
-    """Entries of ``sys.path`` that a worker needs for this program's modules: all but the interpreter's own.
-
-    The workers' interpreter may be another one, whose standard library is elsewhere.
-    """
+    """The workers' interpreter may be another one, whose standard library is elsewhere."""
     own = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     found = []
     for entry in sys.path:
@@ -248,7 +236,6 @@ class _Program:
 
     @property
     def checkpoint(self) -> Callable[..., Any] | None:
-        """None where the program asks for notices itself, and saves at a step of its own."""
         return None if heartbeat.reporter.asks_for_notices else self._again
 
     def _again(self, *args: object) -> Any:
@@ -318,7 +305,6 @@ class Command(_Program):
 
 
 def rounds(attempt: AttemptPaths) -> list[int]:
-    """The rounds whose workers have begun, the newest last."""
     return sorted(number for name in _names(attempt.root) if (number := round_index(name)) is not None)
 
 
@@ -379,7 +365,6 @@ class WorkerPlace(Struct, frozen=True, kw_only=True):
 
 
 def submitit_variables(env: Mapping[str, str], place: WorkerPlace, terms: CallTerms) -> dict[str, str]:
-    """The variables by which ``submitit.JobEnvironment()`` recognises our workers."""
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     job_id = f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID") or place.run_dir.name
     return {"SUBMITIT_EXECUTOR": "elastic", FOLDER_VARIABLE: terms.folder, JOB_VARIABLE: job_id}

@@ -14,10 +14,9 @@ from hpc_elastic.submission.call import FOLDER_VARIABLE, JOB_VARIABLE, newest_ro
 
 
 class ElasticJobPaths(JobPaths):  # type: ignore[misc]
-    """Paths of one rank (`task_id`) of a job. Restarts change them, so they are looked up on each use."""
+    """Restarts change the paths, so they are looked up on each use."""
 
     def __init__(self, folder: Path | str, job_id: str, task_id: int | None = None, *, run_dir: Path | None) -> None:
-        """`folder` is the executor's, with ``%j`` and the like; no `run_dir`: by the link of `remember`."""
         super().__init__(folder, job_id=job_id, task_id=task_id)
         self.run_dir = Path(os.path.realpath(self._link)) if run_dir is None else run_dir
 
@@ -30,7 +29,6 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
         return Path(self.folder) / f"{self.job_id}_run"
 
     def remember(self) -> None:
-        """Make the job's folder, and in it a link from the job's id to the run."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         self._link.unlink(missing_ok=True)  # ids come back
         self._link.symlink_to(self.run_dir)
@@ -62,8 +60,6 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
 
 
 class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]
-    """A worker's place, by its agent's and torch's variables."""
-
     _env: ClassVar[dict[str, str]] = {
         "job_id": JOB_VARIABLE,
         "num_tasks": "WORLD_SIZE",
@@ -91,7 +87,6 @@ class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]
 
     @property
     def hostnames(self) -> list[str]:
-        """The nodes of this round, that of rank 0 first."""
         from hpc_elastic.base.clock import SystemClock
         from hpc_elastic.launch.run_status import read_status
 

@@ -76,10 +76,9 @@ def slurm_arguments() -> dict[str, Any]:
 
 
 class ParameterNames(frozenset[str]):
-    """The executor's names, as an AutoExecutor looks at them.
+    """An AutoExecutor asks whether a name is one: an unknown one is refused here, with the nearest known one.
 
-    It asks whether a name is one: an unknown one is refused here, with the nearest known one. And it lists them, to
-    learn what `partition=` without a prefix means on *every* cluster, where the last executor that has the name wins:
+    It also lists names, to learn what `partition=` means on *every* cluster, where the last executor that has it wins:
     so only those are listed that are ours alone.
     """
 
@@ -143,14 +142,9 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return ParameterNames(names.NAMES)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Called by an AutoExecutor with parameters that have no prefix."""
         return {**params, **names.normalized(slurm_arguments())}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Change parameters for the jobs to come.
-
-        Raises UnknownParameterError, with the nearest name in the message, and UsageError for an invalid value.
-        """
         changed = names.normalized(kwargs)
         wanted = {**self.parameters, **changed}
         if "max_num_timeout" in changed:
@@ -193,7 +187,6 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return ScriptLines(setup=setup, teardown=teardown)
 
     def _options(self, *calls: Call) -> list[Parsed]:
-        """Each call's options. Logs what configuration files decide."""
         given = {"max_num_timeout": self.max_num_timeout, **self.parameters}
         found = [self._parsed(given, function_name(call.function)) for call in calls]
         for line in dict.fromkeys(line for parsed in found for line in parsed.executed):
@@ -201,7 +194,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return found
 
     def _start_here(self, calls: Sequence[Call]) -> list[tuple[str, Path]]:
-        """Start a run of each call. Returns their ids and directories. An invalid value (UsageError) starts none."""
+        """An invalid value (UsageError) starts none."""
         prepared = []
         for parsed in self._options(*calls):
             with explaining(parsed):
@@ -237,10 +230,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return run.paths.run_id, run.paths.root
 
     def _submit_to_slurm(self, calls: Sequence[Call]) -> list[tuple[str, Path]]:
-        """Submit one call as a job, several as an array of one run each. Returns the jobs' ids and run directories.
-
-        Raises UsageError, SlurmError: not submitted; nothing is left.
-        """
+        """Several calls are an array of one run each. Raises UsageError, SlurmError: nothing is left."""
         (parsed,), count = self._options(calls[0]), len(calls)
         at_once = min(count, self.parameters.get("array_parallelism", names.DEFAULT_PARALLELISM))
         with explaining(parsed):
@@ -267,11 +257,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return [(one, place.root) for one, place in zip(ids, submission.places, strict=True)]
 
     def _calling(self, spec: RunSpec, parsed: Parsed) -> RunSpec:
-        """A run whose workers call a function.
-
-        An interpreter that starts would die of a notice: until the worker can hear it, the signal is ignored, and then
-        the worker looks whether one has come.
-        """
+        """The notice, which would end an interpreter that starts, is ignored until the worker can hear it."""
         python = self.python or parsed.get("python") or sys.executable
         words = shlex.split(python)
         if not words:
@@ -282,7 +268,6 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return replace(spec, entrypoint=entrypoint, preemption_signal="SIGUSR2")
 
     def _write_call(self, paths: RunPaths, call: Call, limit: int, *, many: int) -> None:
-        """`many`: the number of calls that share a submission's size limit."""
         terms = CallTerms(
             name=function_name(call.function),
             folder=str(self.folder),

@@ -52,7 +52,6 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
     def __init__(self, delay_s: int = 60) -> None:
         super().__init__(delay_s)
         self._asked_about: dict[str, int] = {}
-        """Job → number of Slurm's answers about it."""
 
     def update(self) -> None:
         wanted = {job: JobId(*job.split(";")) for job in sorted(self._registered - self._finished)}
@@ -76,7 +75,6 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
         return self._asked_about.get(job_id, 0)
 
     def look_again_at(self, job_id: str) -> None:
-        """Ask again about a job that seemed to have ended: it may be back in the queue."""
         self._finished.discard(job_id)
 
 
@@ -89,9 +87,7 @@ def _info(job_id: str, state: JobState | None) -> dict[str, str]:
 R = TypeVar("R", covariant=True)
 
 _SETTLE_SECONDS = 15.0
-"""Time for the files to show an end that Slurm or the launcher's absence shows, or a requeue."""
 _REPORT_SECONDS = 30.0
-"""Time for a failed run's report."""
 _FIRST_LOOK = 0.05
 _SLOWEST_LOOK = 1.0
 
@@ -387,10 +383,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
                 raise
 
     def _interrupt(self, timeout: bool = False) -> None:
-        """Give it notice, as Slurm does before its time is over: workers save, and the job comes back.
-
-        `timeout` is submitit's; whether it counts as a timeout is decided by the time that it has run.
-        """
+        """`timeout` is submitit's; whether it counts as a timeout is decided by the time that it has run."""
         if self.cluster == "slurm":
             client = slurm_client()
             job_of_run(client, self._job_now, self._run)

@@ -26,7 +26,6 @@ from hpc_elastic.workers import tree
 _MODULE = "hpc_elastic.submission.local_process"
 _LOOK_SECONDS = 0.2
 _children: dict[int, subprocess.Popen[bytes]] = {}
-"""Launchers that this process started, to be waited for when they have ended."""
 
 
 def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, env: Mapping[str, str], cwd: str) -> None:
@@ -65,7 +64,6 @@ def lives(paths: RunPaths) -> bool:
 
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:
-    """Signal the launcher (and its shell, if any); False: it is not there."""
     facts = read_json(paths.launcher_json)
     if isinstance(facts, str) or facts.get("host") != os.uname().nodename:
         return False
@@ -100,8 +98,6 @@ def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
 
 
 class _TimeLimit(threading.Thread):
-    """Gives this process notice, in each attempt once, before its time is over."""
-
     def __init__(self, paths: RunPaths, *, limit: float, delay: float) -> None:
         super().__init__(name="time limit", daemon=True)
         self._paths = paths
@@ -109,7 +105,6 @@ class _TimeLimit(threading.Thread):
         self._seconds = max(0.5, limit - delay)
         self._began = float("inf")
         self._attempts: list[AttemptPaths] = []
-        """The newest one, if any."""
 
     def is_near(self) -> bool:
         asked = [attempt.requeue_asked for attempt in self._attempts]

@@ -48,19 +48,15 @@ class ElasticJobUncompletedError(_CausedError, UncompletedJobError):  # type: ig
 
 
 class WorkerTracebackError(HpcElasticError):
-    """The text of an exception that was raised in a worker, as the cause of its copy here."""
-
     template = "\n{traceback}"
 
 
 class WorkerRaisedError(HpcElasticError):
-    """Replaces a worker's exception of which no copy can be made here."""
-
     template = "{type}: {message}"
 
 
 def as_cause(error: BaseException | None, head: dict[str, Any]) -> BaseException:
-    """A worker's exception, with its traceback there; no `error`: no copy of it could be made. `head` is its file's."""
+    """`error` is None where no copy of it could be made; `head` is its file's."""
     facts = {name: str(head.get(name, "")) for name in ("type", "message")}
     found = error if error is not None else WorkerRaisedError(**facts)
     found.__cause__ = WorkerTracebackError(traceback=str(head.get("traceback", "")).rstrip())
@@ -71,7 +67,6 @@ _LONGEST_REPORT = 64 << 10
 
 
 def state_of(end: StoredResult) -> str:
-    """Slurm's name for a run's end."""
     is_out_of_time = end.outcome == Outcome.PREEMPTED.value and end.notice == Meaning.LIMIT.value
     return "TIMEOUT" if is_out_of_time else _STATES.get(end.outcome, "FAILED")
 
@@ -98,7 +93,6 @@ def world_size(paths: RunPaths) -> int | None:
 
 
 def read_result(paths: RunPaths, rank: int) -> Any:
-    """The value of `rank` in the round in which all returned. Raises UnreadableObjectError."""
     place = newest_round(paths)
     if place is None:
         raise UnreadableObjectError(path=str(paths.root), why="no worker has begun", errno=errno.ENOENT)
@@ -114,10 +108,7 @@ def read_result(paths: RunPaths, rank: int) -> Any:
 
 
 def results_count(paths: RunPaths) -> int | None:
-    """Number of ranks that returned something, by rank 0's file; None: it does not say.
-
-    That file is certain: a mount may show a folder as it was a minute ago, with fewer ranks in it.
-    """
+    """Rank 0's file is certain: a mount may show a folder as it was a minute ago, with fewer ranks in it."""
     place = newest_round(paths)
     if place is None:
         return None
@@ -128,10 +119,7 @@ def results_count(paths: RunPaths) -> int | None:
 
 
 def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any]] | None:
-    """The exception of the rank that the report names as the cause, else the first exception; None: nothing was raised.
-
-    The exception itself is None where no copy could be made; the head of its file says then what it was.
-    """
+    """The exception is None where no copy could be made; the head of its file says then what it was."""
     for path in _exception_files(paths):
         try:
             head = read_head(path)
@@ -174,7 +162,6 @@ def report_text(paths: RunPaths) -> str:
 
 
 def output(paths: RunPaths, rank: int, stream: str) -> str | None:
-    """A rank's output, in all attempts and rounds one after the other; None: it has not begun."""
     texts = []
     for attempt in paths.begun_attempts():
         for number in rounds(attempt):

@@ -47,7 +47,6 @@ _NOT_HERE = frozenset(
 """Options of the command line that an executor has no use for, or has another name for."""
 
 _LEFT_OUT = tuple(sorted(_NOT_HERE - {"python", "chdir", "cluster", "nproc_per_node", "grace"}))
-"""Options that configuration files set for the command line alone."""
 _OPTION_OF = {option.dest: option for option in ALL_OPTIONS}
 NAMES = frozenset(
     {dest for dest in _OPTION_OF if dest not in _NOT_HERE} | {*GENERIC, *_SYNONYMS, *_OWN, *_AS_SBATCH_ARGUMENT}
@@ -55,9 +54,7 @@ NAMES = frozenset(
 
 RESTART_ON = ("all", "infrastructure", "never")
 DEFAULT_MINUTES = 5
-"""submitit's time limit."""
 DEFAULT_SIGNAL_DELAY = 90
-"""submitit's notice, in seconds."""
 DEFAULT_PARALLELISM = 256
 _CLUSTERS = ("auto", "slurm", "local", "debug")
 
@@ -77,10 +74,7 @@ def unknown(name: str) -> UnknownParameterError:
 
 
 def normalized(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters under one name each; of two names for the same, the later one counts. None is "not given".
-
-    Raises UnknownParameterError, and UsageError for an invalid value.
-    """
+    """The later one of two names for the same counts. None is "not given". Raises UsageError."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name not in NAMES:
@@ -114,10 +108,7 @@ def _check(found: Mapping[str, Any]) -> None:
 
 
 def parsed_options(parameters: Mapping[str, Any], *, job_name: str, env: Mapping[str, str], slurm: bool) -> Parsed:
-    """The parameters over the configuration's layers, as a command line of ``submit``. Raises UsageError.
-
-    With `slurm` sbatch's own variables count; `job_name` is the default.
-    """
+    """sbatch's own variables count with `slurm`; `job_name` is the default. Raises UsageError."""
     values: dict[str, tuple[str, ...]] = {}
     sources: dict[str, str] = {}
     for name, option, value in _options(parameters):
@@ -167,7 +158,6 @@ def _options(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
 
 
 def _additional(given: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
-    """Options by sbatch's names: one that is ours too is that, the rest goes to sbatch as it is."""
     for key, value in given.items():
         dest = key.replace("-", "_")
         source = f"additional_parameters {key}"

@@ -1,8 +1,7 @@
 """The program of every worker of a submitted function: the function, and submitit's checkpoints for every rank.
 
-The worker leaves the function's value or exception beside its logs. The agent's preemption notice comes as SIGUSR2,
-as submitit's does, and interrupts the function wherever it is. `decide` is submitit's own rule (1.5). The differences:
-each rank writes its own state, and a state counts only where all ranks of its attempt have written theirs.
+The agent's preemption notice comes as SIGUSR2, as submitit's does. `decide` is submitit's own rule (1.5); but each rank
+writes its own state, and a state counts only where all ranks of its attempt have written theirs.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ from hpc_elastic.worker_api.heartbeat_record import LAST_STEP, VARIABLE
 
 
 class JobNotRequeuedError(HpcElasticError):
-    """Notice was given, and the job is not to come back."""
-
     template = "Job not requeued because: {reason}."
 
 
@@ -63,7 +60,6 @@ class PreemptionAction(Enum):
     LEAVE = "leave"
     """The job is requeued, and the function begins anew."""
     END = "end"
-    """The job is not to come back."""
 
 
 class PreemptionDecision(Struct, frozen=True, kw_only=True):
@@ -77,13 +73,7 @@ class PreemptionDecision(Struct, frozen=True, kw_only=True):
 def decide(
     *, ran: float, limit: float, timeouts_left: int, has_checkpoint: bool, asks_itself: bool
 ) -> PreemptionDecision:
-    """Decide about a notice, as submitit does: only timeouts count against `max_num_timeout`.
-
-    Args:
-        ran: Seconds since the attempt began.
-        limit: The attempt's time limit, in seconds; 0: unknown.
-        asks_itself: The function has called `should_checkpoint` or `preemption_notice`.
-    """
+    """Only timeouts count against `max_num_timeout`. `ran` and `limit` in seconds; no `limit`: unknown."""
     timed_out = is_timed_out(ran, limit=limit)
     left = timeouts_left - timed_out
     if asks_itself and not has_checkpoint:
@@ -100,7 +90,6 @@ def decide(
 
 
 def next_call(call: Call) -> Call | None:
-    """The call that the callable's `checkpoint` gives to go on with; None: it gives nothing. Raises TypeError."""
     assert call.checkpoint is not None
     delayed = call.checkpoint(*call.args, **call.kwargs)
     if delayed is None:
@@ -127,10 +116,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
 
 
 def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
-    """The state of the newest attempt before `before` in which every rank wrote one.
-
-    A rank beyond that attempt's world takes rank 0's. Raises UnreadableObjectError: a module is missing here.
-    """
+    """A rank beyond that attempt's world takes rank 0's. Raises UnreadableObjectError: a module is missing here."""
     for attempt in reversed(paths.begun_attempts()):
         if attempt.number >= before:
             continue
@@ -150,7 +136,6 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
 
 
 def forget_states(paths: RunPaths, *, rank: int, before: AttemptPaths) -> None:
-    """Remove this rank's states before the one that it goes on from: states may be large."""
     for attempt in paths.begun_attempts():
         if attempt.number < before.number:
             attempt.rank_checkpoint(rank).unlink(missing_ok=True)
@@ -233,7 +218,6 @@ class _Worker:
         return {"rank": self._place.rank, "world_size": self._place.world_size}
 
     def _on_notice(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, between two bytecodes of the user's function."""
         assert self._call is not None
         assert self._terms is not None
         if self._handled:
