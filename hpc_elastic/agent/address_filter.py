@@ -1,9 +1,8 @@
-"""Filter the addresses that are served at a TCP port: the kernel decides as a connection begins, and no
+"""Filter the addresses that a TCP port serves: the kernel decides as a connection begins.
 
 Two sockets listen at one port (SO_REUSEPORT), and a classic BPF program decides which of them gets a connection
-(socket(7), SO_ATTACH_REUSEPORT_CBPF, since Linux 4.5). Nothing is spent on a connection once it is there. A filter on
-the socket itself (SO_ATTACH_FILTER) would do, but asks for CAP_NET_ADMIN on a TCP socket since June 2026 (Linux commit
-5d39580f68e6, and the stable kernels of that month). Nodes do not publish their IPv6 addresses: all are served.
+(socket(7), SO_ATTACH_REUSEPORT_CBPF, since Linux 4.5). A filter on the socket itself (SO_ATTACH_FILTER) asks for
+CAP_NET_ADMIN since June 2026 (Linux commit 5d39580f68e6). Nodes do not publish their IPv6 addresses: all are served.
 """
 
 from __future__ import annotations
@@ -64,11 +63,8 @@ def program(ranges: Sequence[Range]) -> list[Instruction]:
 
 
 class Guard:
-    """Serves the addresses that were admitted: all others reach a second socket at the port, which is not served."""
-
     def __init__(self, first: socket.socket, bind_beside: Callable[[int], socket.socket]) -> None:
-        """`first` is bound, so that a port of another program was refused, and is taken over. `bind_beside` binds
-        `listener` to the same port (SO_REUSEPORT). Raises `OSError` where the kernel can't do that (a sandbox)."""
+        """Takes over `first`, which is bound. Raises `OSError` where the kernel can't do that (a sandbox)."""
         self._refusing = first
         try:
             self._refusing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -103,7 +99,6 @@ class Guard:
             pass  # closed: this round is over
 
     def refuse(self) -> list[str]:
-        """Close the refused connections. Returns the addresses that are new among them."""
         found = []
         while not self.has_refused_enough:
             try:

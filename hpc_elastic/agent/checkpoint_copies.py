@@ -54,7 +54,6 @@ class _StopCopyingError(Exception):
 
 class CheckpointCopies(Part):
     def __init__(self, site: AgentSite) -> None:
-        """Raises UsageError: this node has no room for checkpoints."""
         spec, me = site.me.spec, site.me
         folder = me.checkpoint_folder
         assert folder is not None
@@ -231,8 +230,6 @@ class CheckpointCopies(Part):
 
 
 class ReplicaLink:
-    """Takes the neighbour's parts, and sends this node's in a thread of its own."""
-
     def __init__(self, site: AgentSite, folder: Path, room: int) -> None:
         self.neighbour = ""
         self.place: NodePlace | None = None
@@ -266,16 +263,12 @@ class ReplicaLink:
 
 
 def _look_seconds(place: NodePlace | None) -> float:
-    """All nodes together look at the shared filesystem so often, the first node four times a second."""
     count = len(place.uids) if place is not None and place.index else 1
     return min(LONGEST_PAUSE, max(LOOK_SECONDS, count / NODES_PER_SECOND))
 
 
 def find_room(folder: Path, asked: int | None) -> int:
-    """Bytes that checkpoints may take below `folder`: what was asked for, else half of what is free.
-
-    Raises UsageError: it has not so much.
-    """
+    """Bytes: what was asked for, else half of what is free. Raises UsageError."""
     try:
         found = os.statvfs(folder)
     except OSError as error:

@@ -1,9 +1,7 @@
 """The seam for other ways of starting workers: `SimpleElasticAgent`, with torch's names, over any rendezvous.
 
-A subclass defines how workers are started, watched and stopped; this module decides when. `LocalElasticAgent` is one,
-for use from Python; what ``hpc-elastic agent`` runs is `node_agent.NodeAgent`, which is driven by events and knows the
-rendezvous from within. Both number the ranks by `rendezvous.ranks`: the node agent from the members of the round's
-record, this one from `GroupFacts`, which the agents exchange through the round's store: it may be any rendezvous'.
+A subclass defines how workers are started, watched and stopped; this module decides when. Ranks are numbered from
+`GroupFacts`, which the agents exchange through the round's store: it may be any rendezvous'.
 """
 
 from __future__ import annotations
@@ -302,7 +300,6 @@ class SimpleElasticAgent(ElasticAgent):
         return value
 
     def _await(self, look: Callable[[], T | None], seconds: float) -> T | None:
-        """None: `look` gave nothing within `seconds`."""
         deadline, delay = self._clock.monotonic() + seconds, _FIRST_LOOK
         while (found := look()) is None and self._clock.monotonic() < deadline:
             pause(self._clock, delay)

@@ -2,7 +2,6 @@
 
 When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script; but a SIGTERM
 may as well be a cancel. `HeardSignals` reports it through the rendezvous, and the supervisor finds out what it means.
-The workers must not outlive an agent that fails itself, and a person must be able to see why (`CrashGuard`).
 """
 
 from __future__ import annotations
@@ -211,7 +210,6 @@ def exit_code(
 
 
 def leave_run(participant: Participant, reason: str) -> None:
-    """This node takes itself out, of the round that is open and of one that opens meanwhile."""
     index = participant.record.round if participant.record is not None else 0
     participant.leave(index, reason)
     participant.leave(index + 1, reason)
@@ -237,10 +235,9 @@ def deregister(site: AgentSite) -> bool:
 def finish_if_unclaimed(site: AgentSite, record: RoundRecord | None, *, ended_by: signal.Signals | None) -> None:
     """Make sure that a process writes the verdict and gives the allocation back.
 
-    When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
-    nothing would ever end it. The same holds where the batch host lives and Slurm has given it up, and where Slurm has
-    killed the batch script (scancel --batch): `ended_by` is SIGTERM then, and the record that closes the run may not be
-    here yet. A later attempt that has superseded this one finishes it.
+    When the batch host dies, or Slurm gives it up, the job runs on without its script (20.11 to 26.05, under
+    --no-kill), and nothing would ever end it. `ended_by` is SIGTERM where Slurm has killed the script (scancel
+    --batch): the record that closes the run may not be here yet.
     """
     if ended_by not in (None, signal.SIGTERM) or site.me.attempt.cluster != "slurm":
         return
@@ -284,8 +281,6 @@ class ThreadFailedError(HpcElasticError):
 
 
 class CrashGuard:
-    """It holds back some memory, in order to have it when there is none."""
-
     def __init__(self) -> None:
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)  # never touched, and so not resident: a bytearray would be
         self._threads: set[threading.Thread] = set()
@@ -327,9 +322,7 @@ GIVEN_UP = "Slurm gave the node up (node failure), and the supervisor is out of 
 class JobNodes(Part):
     """Asks Slurm for the job's nodes where the supervisor can't: its own host is out of reach.
 
-    Such a node lives, as the files show, and no packet of it comes through: what its workers talk about stands still
-    until their own time-out. Slurm gives it up, and the supervisor does not learn that. The question is the
-    supervisor's own, in another process, as in `finish_attempt`.
+    Such a node lives, as the files show; Slurm gives it up, and the supervisor does not learn that.
     """
 
     def __init__(self, site: AgentSite) -> None:

@@ -58,7 +58,6 @@ class FailureReports:
             self._site.events.write(PlatformFailure(round=workers.round, reason=found.reason))
 
     def before_stop(self, workers: LocalWorkers, record: RoundRecord | None) -> None:
-        """The workers that are to leave their stacks do so before they are ended."""
         site = self._site
         self._last_beats = site.watch.refresh(), site.clock.monotonic()
         if record is not None and record.hang is not None and record.round == workers.round + 1:

@@ -105,7 +105,6 @@ class FlightRecorders:
         return all(map(os.path.exists, self._awaited)) and all(map(self._is_settled, self._nccl_asked))
 
     def read(self, rank: int, keep_in: Path) -> FlightTail | None:
-        """The dump is kept with the worker's logs. Reads and writes files."""
         dumps: list[RankDump] = []
         found = [raw for path in self._files(rank, DUMP) if (raw := self._load(path))]
         # A child that imports torch, too, has recorded nothing.

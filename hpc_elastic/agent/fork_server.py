@@ -77,8 +77,6 @@ def why_given_up(preload: Preload, *, starts: int) -> str:
 
 
 class ForkServer(ProcessPart):
-    """None of the methods waits but `fork`, for `FORK_SECONDS` at most."""
-
     @classmethod
     def for_agent(cls, site: AgentSite) -> ForkServer:
         me, spec, size = site.me, site.me.spec, site.info.local_world_size

@@ -43,7 +43,6 @@ class Launch(Struct, frozen=True, kw_only=True):
 
 
 def start_process(launch: Launch, files: FileExecutor) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Returns the process, and the agent's end of the socket to it. Raises `OSError`."""
     folder, inherited = launch.folder, launch.inherited
     assert folder is not None
     (folder / "sitecustomize.py").write_bytes(Path(program.__file__).read_bytes())
@@ -131,8 +130,6 @@ def _default_signals() -> None:
 
 
 class PendingFork:
-    """One worker that the fork server is asked for: its pipes, and the gate at which it waits for the agent."""
-
     def __init__(self, env: Mapping[str, str], cpus: frozenset[int], pipe_bytes: int, clock: Clock) -> None:
         self.env, self._cpus = env, cpus
         self.why = ""
@@ -207,11 +204,9 @@ class PendingFork:
 
 
 _READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_")
-"""Variables that compiled libraries read when they are loaded."""
 
 
 def top_level_imports(source: str) -> list[str]:
-    """The packages that a script's top-level statements import, each once; none of one that is not Python."""
     return list(dict.fromkeys(root for statement in _statements(source) for root in _imports_of(statement)))
 
 

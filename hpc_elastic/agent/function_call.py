@@ -1,9 +1,7 @@
 """A Python function as a worker's program: handed over through a file, its return value handed back through another.
 
-Parent and worker are the same user's, on one node; the files lie in a 0700 folder on that node's own disk, so
-no other user can plant one. cloudpickle writes them: functions of ``__main__``, lambdas and closures go by value.
-
-As a program, ``python -m hpc_elastic.agent.function_call CALL RESULTS``, this is what a worker runs.
+The files lie in a 0700 folder on the node's own disk. cloudpickle writes them: functions of ``__main__``, lambdas and
+closures go by value. A worker runs ``python -m hpc_elastic.agent.function_call CALL RESULTS``.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from hpc_elastic.worker_api.exit_hold import ExitHold
 
 
 class FunctionCall:
-    """One function for all workers of a node, and a place for what they return. `close` removes it."""
-
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Raises `UsageError`: the function or an argument can't be handed to another process."""
         import cloudpickle
 
         try:

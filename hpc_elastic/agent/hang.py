@@ -25,8 +25,7 @@ KERNEL_FINGERPRINT = "hang:kernel"
 
 
 def may_be_a_bug(fingerprint: str) -> bool:
-    """A process that is stopped from outside, or a mount that hangs, is no bug in the script, however often that
-    happens."""
+    """A process that is stopped from outside, or a mount that hangs, is no bug in the script."""
     return bool(fingerprint) and fingerprint not in (STOPPED_FINGERPRINT, KERNEL_FINGERPRINT)
 
 
@@ -41,8 +40,6 @@ LONGEST_FACTOR = 3.0
 
 
 class Counts(Struct, frozen=True, kw_only=True):
-    """The kernel's counts of one worker and of all that it has started, since its start."""
-
     cpu: float = 0.0
     bytes: int = 0
     """Read and written, in files and through TCP."""

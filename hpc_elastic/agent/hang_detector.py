@@ -1,9 +1,8 @@
 """Finds that a run hangs: one agent's part in that, over heartbeats, the kernel's counts, and NCCL's RAS.
 
-Once a minute each agent looks whether its workers make progress. A node without any has its workers dump torch's flight
-recorder, once, which disturbs none, and writes what it knows to the run directory. The node of group rank 0, where it
-stalls too or has no worker left, reads what the others wrote: where all nodes stall, the run hangs. Ranks that wait for
-a GPU in a loop use their CPU: what NCCL says of them is asked by the same node (`nccl_watch`).
+A node whose workers make no progress has them dump torch's flight recorder, once, and writes what it knows to the run
+directory. The node of group rank 0, where it stalls too or has no worker left, reads what the others wrote: where all
+nodes stall, the run hangs. Ranks that wait for a GPU in a loop use their CPU: there it asks NCCL (`nccl_watch`).
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class HangDetector(Part):
         self._even: StallFound | None = None
         """NCCL may show an idle run: the workers' dumps are waited for."""
         self._idle_since: float | None = None
-        """The workers are idle since then, by the dumps."""
         self._next: float | None = None
 
     @property

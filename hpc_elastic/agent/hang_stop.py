@@ -3,10 +3,6 @@
 Each worker is stopped where it is: a collective whose peer on another node is gone would raise, and its stack be lost.
 When the other nodes have done the same, its main process gets a SIGABRT, on which faulthandler prints the Python stacks
 to stderr and ends it (0.1 s): the main thread, which would leave its place while another one printed.
-
-Where every failure so far is a symptom, the rank behind it has not failed yet: it is about to (its exception still
-unwinds), or it is stuck outside of the collective that the others lost. So the group gets `DELAY_SECONDS`, unless all
-of it ends sooner or a cause shows (`DelayedStop`), and the ranks that are silent then are asked for their stacks.
 """
 
 from __future__ import annotations
@@ -214,13 +210,11 @@ class HungWorker(Struct, frozen=True, kw_only=True):
     slot: WorkerSlot
     facts: WorkerFailure
     state: ProcessState | None
-    """`None`: it had ended by itself."""
     why: str
     is_spared: bool = False
 
 
 def read_stacks(worker: HungWorker) -> StackDump | None:
-    """Find its dump in its stderr, and write stacks.txt. Raises nothing."""
     try:
         with EndReader(worker.slot.paths.stderr) as file:
             is_own = worker.state is None or worker.state.pid == worker.facts.pid
@@ -279,7 +273,6 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_
 
 
 def _fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
-    """Equal for two hangs at the same place, or for the same reason from outside the script."""
     if state is not None and state.is_stopped:
         return STOPPED_FINGERPRINT
     if _is_stuck(state, dump):
@@ -321,7 +314,9 @@ _POLLS = ("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait")
 
 
 class DelayedStop(Struct, kw_only=True):
-    """Has the shape of the `Stopper` that it goes before."""
+    """The rank behind symptoms is about to fail, or stuck elsewhere: it gets `DELAY_SECONDS`, unless a cause shows, and
+    ranks that are silent then are asked for stacks. It has a `Stopper`'s shape.
+    """
 
     is_over: Callable[[], bool]
     then: Callable[[float], Stopper]
@@ -377,7 +372,6 @@ def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | Non
 
 
 def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None) -> Activity:
-    """`state` is from before the rank was asked. Reads a line of its script."""
     frames = dump.main if dump is not None else ()
     if state is not None and state.is_stopped:
         return replace(activity_of_stack(rank, frames), doing=Doing.STOPPED, call="")

@@ -1,8 +1,7 @@
 """Decides whether a node is fit for a round: what is measured, and pure decisions from that and the limits to a reason.
 
-The default limits are floors that no node falls below on which a training could still start: they find the full, the
-dead and the broken; sites that want more ask for more. Every `measure_*` may hang where a mount does: each gets a
-thread of its own (`health_checks`).
+The default limits are floors that no node falls below on which a training could still start. Every `measure_*` may hang
+where a mount does: each gets a thread of its own (`health_checks`).
 """
 
 from __future__ import annotations
@@ -158,7 +157,6 @@ def judge_memory(facts: MemoryFacts | None, *, least: float) -> HealthFinding:
 
 
 def judge_shared(facts: SharedFacts) -> HealthFinding:
-    """Does the run directory take a file and give it back? A full one is a warning: training goes on without."""
     if facts.lacks_descriptor:
         return HealthFinding(check=DESCRIPTORS, reason=f"the agent can open no file, wherever it lies: {facts.error}")
     if facts.is_full:
@@ -312,7 +310,6 @@ def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
 
 
 def measure_shared(path: Path, clock: Clock) -> SharedFacts:
-    """Write to a file that stays, sync it to the server, read it back; the server's stamp is compared with `clock`."""
     text = os.urandom(16).hex().encode()
     folder, flags = str(path.parent), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -148,7 +148,6 @@ class HealthChecks(Part):
         return replace(verdict, warnings=news)
 
     def close(self) -> None:
-        """Waits for what is ended, but not for what is stuck."""
         for session in (self._session, self._looks):
             if session is not None:
                 session.cancel()

@@ -21,7 +21,6 @@ LIBRARY = "libnvidia-ml.so.1"
 _UNCORRECTED = 1  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 _VOLATILE = 0  # NVML_VOLATILE_ECC: since the driver was loaded
 _TEXT_BYTES = 96
-"""The longest name or UUID (NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE)."""
 _INSUFFICIENT_SIZE = 7
 _NOT_AVAILABLE = (1 << 64) - 1
 """NVML_VALUE_NOT_AVAILABLE: a process' memory, on some systems."""

@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 MOST_MARKED = 16
 SUMMARY_SECONDS = 15.0
-"""How often a node writes where its workers are, however fast their steps."""
 FIRST_SUMMARY_SECONDS = 5.0
 PAUSED_SECONDS = 5.0
 """An agent that wakes so much later than it asked for was stopped itself (a suspended job or node), and so were its
@@ -147,8 +146,7 @@ class HeartbeatWatch:
         furthest_before: int = -1,
         lease: Lease | None = None,
     ) -> None:
-        """`clock` must be the workers' (CLOCK_BOOTTIME). `furthest_before`: the furthest step of the attempt before;
-        -1: none."""
+        """`clock` must be the workers' (CLOCK_BOOTTIME). `furthest_before`: of the attempt before; -1: none."""
         self.pages, self._timeouts, self._clock, self._files = folder, timeouts, clock, files
         self._summary, self._node, self._host = summary, node, host
         self._lease = lease
@@ -423,7 +421,6 @@ class HeartbeatWatch:
 def describe_progress(
     beats: Collection[RankBeat], now: float, *, now_ns: int, resting: float | None = None
 ) -> Progress:
-    """`now` and `now_ns` are one moment on the agent's two clocks."""
     entered = [beat.sections for beat in beats]
     sections = None
     if None not in entered:

@@ -60,7 +60,6 @@ class HeartbeatFolder:
         self._lock_fd = lock_fd
 
     def make_file(self, name: str) -> str:
-        """Empty where there can be none."""
         if self.path is None:
             return ""
         path = self.path / name
@@ -79,7 +78,6 @@ class HeartbeatFolder:
         return str(path)
 
     def make_pipe(self, name: str, use: str) -> tuple[str, int]:
-        """Returns a path and a descriptor; empty and -1 where there can be none."""
         if self.path is None:
             return "", -1
         path = str(self.path / name)
@@ -97,7 +95,6 @@ class HeartbeatFolder:
 
 
 def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/mountinfo") -> HeartbeatFolder:
-    """Clears up what the user's dead agents left there."""
     for base in candidates(env):
         if not _is_local(base, mounts):
             continue
@@ -126,7 +123,6 @@ def _is_local(base: Path, mounts: str) -> bool:
 
 
 def make_folder(path: Path) -> HeartbeatFolder:
-    """A folder of this agent's, with the lock that shows that it lives."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -239,8 +235,6 @@ class RankBeat(Struct, frozen=True, kw_only=True):
 
 
 class StepPace:
-    """How fast the steps of one round are, over the last looks at its workers' heartbeats."""
-
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque(maxlen=_PACE_SAMPLES)
 
@@ -254,7 +248,6 @@ class StepPace:
 
     @property
     def steps_per_second(self) -> float | None:
-        """`None` before two looks; 0 where no step was done between."""
         if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
             return None
         (begin, first), (end, last) = self._samples[0], self._samples[-1]
@@ -302,7 +295,6 @@ class RoundBeats:
                 os.close(fd)
 
     def renew(self, now: float) -> None:
-        """Take all for alive now: the whole node, or this agent, stood still meanwhile."""
         self.beats = [replace(beat, at=now) for beat in self.beats]
         self._last_look = now
 

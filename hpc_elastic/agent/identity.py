@@ -25,7 +25,6 @@ from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
 
 READ_AGAIN_SECONDS = 120.0
-"""How long the run directory is read again after a fault of its filesystem, as the health check waits for it."""
 
 CHECKPOINT_PREFIX = "hpc-elastic-checkpoints."
 
@@ -144,7 +143,6 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, options: AgentOptions, inherited: Inherited, clock: Clock) -> AgentIdentity:
-        """Read the run directory, and find this node in it. Raises `UsageError`, `RunDirectoryRefusedError`."""
         run = RunPaths(Path(options.run_dir))
         paths = run.attempt(options.attempt)
         env = dict(os.environ)

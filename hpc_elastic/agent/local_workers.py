@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 _NVIDIA = "/dev/nvidiactl"
 FOLDERS_SECONDS = 60.0
-"""A filesystem may hang, or refuse, just when workers are to be started."""
 
 
 ForkWorkers = Callable[
@@ -61,8 +60,6 @@ ForkWorkers = Callable[
 
 
 class LocalWorkers:
-    """All methods are for the main thread; only `start` and what describes failures wait for files."""
-
     def __init__(
         self,
         site: GroupSite,
@@ -73,8 +70,6 @@ class LocalWorkers:
         fork: ForkWorkers | None = None,
         were_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`excluding` gives the pids that are no workers; `were_ended`: by the guardian, since this agent was
-        stopped."""
         self.round, self.layout, self.paths_of = site.round, site.layout, site.paths_of
         self._site, self._clock, self._files, self._watch = site, site.clock, site.files, site.watch
         self._inherited = inherited
@@ -196,7 +191,6 @@ class LocalWorkers:
         ]
 
     def replace(self, local_rank: int, extra: Mapping[str, str]) -> int:
-        """Returns the pid of the fresh process. Raises `WorkerStartError`."""
         slot = self._slots[local_rank]
         assert self._start_one is not None
         slot.process.signal_group(signal.SIGKILL)  # what it started holds memory, and the GPU
@@ -307,7 +301,6 @@ class LocalWorkers:
         return self._recorders.find_mute({rank: self._slots[rank].global_rank for rank in self.running})
 
     def read_dumps(self) -> dict[int, FlightTail]:
-        """Reads and writes files: not for the main thread."""
         ranks = [(slot.global_rank, slot.paths.root) for slot in self._slots]
         found = {rank: self._recorders.read(rank, root) for rank, root in ranks}
         return {rank: tail for rank, tail in found.items() if tail is not None}

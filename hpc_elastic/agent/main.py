@@ -270,8 +270,6 @@ class _Output(Struct, frozen=True, kw_only=True):
 
 
 class _JobLogHandler(logging.Handler):
-    """Through the job log's queue: the agent's own stdout may be stuck, and its loop must never be."""
-
     def __init__(self, job_log: JobLog, host: str) -> None:
         super().__init__()
         self._job_log = job_log

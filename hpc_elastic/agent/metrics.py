@@ -21,14 +21,11 @@ from hpc_elastic.run.option_values import MetricsTarget
 logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], object]], None]
-"""Has an action carried out, now or by another thread."""
 _STATES = tuple(state.name.lower() for state in WorkerState)
 _NAME = r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z"
 
 
 class MetricSink(Protocol):
-    """The user's own sink, or `PrometheusMetrics`."""
-
     def put(self, name: str, value: float) -> None:
         """One figure, now. Never raises: a full disk must not end a run."""
         ...

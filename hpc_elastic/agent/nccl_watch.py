@@ -54,7 +54,6 @@ class NotOursError(HpcElasticError):
 
 
 def choose_address(given: Mapping[str, str]) -> str:
-    """A port that nobody can guess; empty: the user set one, or wants none."""
     if given.get(ADDRESS_VARIABLE) or given.get(ENABLE_VARIABLE) == "0":
         return ""
     for _ in range(32):
@@ -77,8 +76,7 @@ def parse_address(text: str) -> Address | None:
 
 
 def ask_ras(address: Address, *, world_size: int, why_not_ours: Callable[[socket.socket], str]) -> str:
-    """Returns the state of all communicators as JSON. `why_not_ours`: empty where the other end is of this run. Raises
-    `OSError` where nobody listens or answers in time, and `NotOursError`."""
+    """`why_not_ours`: empty where the other end is of this run. Raises `OSError`, `NotOursError`."""
     most = min(_MOST_BYTES, _BYTES_PER_RANK * world_size)
     deadline = time.monotonic() + _CONNECT_SECONDS
     shown = f"{address[0]}:{address[1]}"
@@ -156,7 +154,6 @@ class Unchanged(Struct, frozen=True, kw_only=True):
     longest: float = 0.0
 
     def then(self, values: Mapping[str, object], now: float) -> Unchanged:
-        """A name that is missing has ended."""
         known = {
             name: self.values[name] if name in self.values and self.values[name][0] == value else (value, now)
             for name, value in values.items()

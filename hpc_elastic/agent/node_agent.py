@@ -81,7 +81,6 @@ class NodeAgent:
         metrics: MetricSink | None = None,
         loader: FileExecutor | None = None,
     ) -> None:
-        """The guardian may end the workers of a stopped agent. `loader`: the run directory's `files` may hang."""
         self.site = site
         self.parts = parts
         self.phase = Phase.JOINING
@@ -133,7 +132,6 @@ class NodeAgent:
         return self.leave()
 
     def begin(self) -> None:
-        """Ask to be in the first round, once every part is ready."""
         self._loader.post(load)
         for part in self.parts:
             part.begin()
@@ -175,7 +173,6 @@ class NodeAgent:
         return any(part.holds_start for part in self.parts)
 
     def step(self) -> None:
-        """Take in all that has come, and do what follows. Never waits."""
         self._handle_signals()
         self._handle_workers()
         self._handle_messages()
@@ -295,7 +292,6 @@ class NodeAgent:
             self._happens(Event.FINAL, record.reason)
 
     def on_health(self, verdict: HealthVerdict) -> None:
-        """Log what was found of this node, and leave the run where it is not fit."""
         log_health(self.site.events, verdict, round_index=max(0, self.round))
         if not verdict.is_healthy:
             self._leave_unfit(verdict)
@@ -307,7 +303,6 @@ class NodeAgent:
         self._happens(Event.LEAVE, verdict.reason)
 
     def condemn(self, found: Condemned) -> None:
-        """End the workers as failed that have not ended by themselves. There is no other way to do that."""
         if self.workers is None:
             return
         self._reports.on_condemned(self.workers, found)
@@ -480,7 +475,6 @@ class NodeAgent:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def leave(self) -> int:
-        """The phase is ENDED: close all, and report the end. Returns the exit code."""
         if self.has_run:
             self._reports.write_again()
         code = exit_code(ended_by=self.heard.ended_by, failure=self._failure, unfit=self._unfit, record=self.record)

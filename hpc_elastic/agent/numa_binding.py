@@ -59,7 +59,6 @@ class WorkerCpus(Struct, frozen=True, kw_only=True):
 
 
 def bind_workers(binding: NumaBinding, machine: Machine, workers: int) -> list[WorkerCpus]:
-    """The CPUs of each worker, by local rank. Raises `UsageError`: ``exclusive``, and there are too few cores."""
     # As in torch each GPU has its share, also one that no worker uses; beyond that workers share GPUs, not CPUs.
     seats = max(workers, len(machine.gpus))
     homes = [_home(seat, seats, machine) for seat in range(seats)]
@@ -130,7 +129,6 @@ def describe_binding(binding: NumaBinding, bound: Sequence[WorkerCpus]) -> str:
 def bind_agent(
     binding: NumaBinding, env: Mapping[str, str], workers: int, files: FileExecutor
 ) -> tuple[frozenset[int], ...]:
-    """The CPUs of each worker, by local rank; empty: they have those of this process. Raises `UsageError`."""
     try:
         machine = files.do(lambda: read_machine(env, os.sched_getaffinity(0)), within=READ_SECONDS)
     except (OSError, ValueError) as error:

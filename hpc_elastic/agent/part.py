@@ -276,7 +276,6 @@ PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
 
 
 def make_parts(site: AgentSite) -> list[Part]:
-    """The parts that this run needs."""
     needed = [(import_module(f"hpc_elastic.agent.{module}"), name) for module, name, needs in PARTS if needs(site.me)]
     return [*(attrgetter(name)(module)(site) for module, name in needed), site.store_server]
 

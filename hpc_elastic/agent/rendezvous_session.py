@@ -1,9 +1,4 @@
-"""A process' place in the run's rendezvous, agent or supervisor: its address, notifier, store and participant.
-
-An agent's starts on its node are counted in the store: later agents supersede earlier ones, whatever the node's clock
-says. A node can come back with another time than it had, an hour back say, and its new agent would take the dead one
-for the newer, and leave.
-"""
+"""A process' place in the run's rendezvous, agent or supervisor: its address, notifier, store and participant."""
 
 from __future__ import annotations
 
@@ -41,7 +36,6 @@ def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettin
 
 
 def session_addresses(attempt: AttemptInfo, host: str) -> tuple[str, ...]:
-    """The likeliest first."""
     return (LOOPBACK,) if attempt.cluster == "local" else tuple(candidate_addresses(host))
 
 
@@ -95,11 +89,10 @@ def prepare_session(
 
 
 START_NUMBER_SECONDS = 120.0
-"""Seconds for which a filesystem that refuses is waited for, as the health check does before a round."""
 
 
 def claim_start_number(open_store: Callable[[], Store], node: int, *, clock: Clock) -> int:
-    """Count this start, in the attempt's store, from 1. Raises `OSError` after `START_NUMBER_SECONDS`."""
+    """Later agents supersede earlier ones by it: a node can come back with another time than it had."""
     folder = f"start/{node:05d}"
     mine = os.urandom(8).hex()
     least = 1
@@ -120,9 +113,7 @@ def claim_start_number(open_store: Callable[[], Store], node: int, *, clock: Clo
 
 
 def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path("/dev")) -> int:
-    """Resolve a number, ``auto``, ``gpu`` or ``cpu`` on this node.
-
-    ``auto``: the GPUs that Slurm gave (or CUDA_VISIBLE_DEVICES names), else 1. ``gpu``: the same, and where neither
+    """``auto``: the GPUs that Slurm gave (or CUDA_VISIBLE_DEVICES names), else 1. ``gpu``: the same, and where neither
     limits them, all that this machine has. Raises `UsageError`.
     """
     if asked.isdecimal():

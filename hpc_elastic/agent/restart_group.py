@@ -111,7 +111,6 @@ class RestartGroupWatch(Part):
                 self._take(line, round_index)
 
     def replace_dead(self, workers: LocalWorkers) -> bool:
-        """False where all workers are to start again."""
         if self._policy is not RestartWith.IN_PROCESS:
             return False
         if workers.round != self._round:

@@ -112,8 +112,7 @@ def confirm_round(
 
 
 def _open_master(site: AgentSite, record: RoundRecord, change: EnvironmentChange, is_ending: Callable[[], bool]) -> str:
-    """Returns ``address port 1|0``, the last for whether this agent serves it; else rank 0 does. Raises
-    `StoreBindError`."""
+    """Returns ``address port 1|0``, the last for whether this agent serves it; else rank 0 does."""
     is_alone = len(record.members) == 1
     host = choose_master_address(
         given=site.me.spec.master_addr,

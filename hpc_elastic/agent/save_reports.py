@@ -55,7 +55,6 @@ class CheckpointWatch(Part):
         self._round = -1
         self._serial = 0
         self._before: int | None = None
-        """`None`: it has yet to be looked at."""
         self._has_reported_saving = False
         self._is_waiting = False
 
@@ -106,8 +105,6 @@ PREEMPTION_LOOK_SECONDS = 0.2
 
 
 class PreemptionReply(Struct, frozen=True, kw_only=True):
-    """The workers' steps; without a status: they have saved."""
-
     round: int
     status: PreemptionStatus | None = None
 
@@ -142,7 +139,6 @@ class PreemptionWatch(Part):
         self._has_kept = False
         self._workers: LocalWorkers | None = None
         self._unsent: set[int] | None = None
-        """`None`: it has not been sent yet."""
         self._signalled: set[int] = set()
         self._explained: set[int] = set()
 

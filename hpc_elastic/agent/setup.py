@@ -70,7 +70,6 @@ class Setup(Part):
         self._command.attend(site.me.spec.setup_timeout, self._ends.put)
 
     def look(self, agent: NodeAgent) -> None:
-        """Have the agent begin once setup has succeeded, and leave where it has failed."""
         if not (ends := self._ends.take()):
             return
         self._command = None

@@ -81,7 +81,6 @@ class SlowRankWatch(Part):
         self._workers: LocalWorkers | None = None
         self._record: RoundRecord | None = None
         self._waiting = 0
-        """How many nodes waited while the workers ran."""
         self._watched = Watched()
         self._spent: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._pace = Pace()
@@ -341,7 +340,6 @@ def count_from_first(groups: Sequence[GroupArrivals]) -> tuple[int, tuple[GroupA
 
 
 def read_group(rank: int, name: str, group: Mapping[str, Any], kinds: dict[str, int]) -> GroupArrivals:
-    """One process group of a rank's answer, whose kinds of calls are added to `kinds`; its times are absolute."""
     members = [int(member) for member in str(group["members"]).strip("[]").split(",") if member.strip()]
     peers: set[int] = set()
     for transfer in group["transfers"]:

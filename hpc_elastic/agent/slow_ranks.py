@@ -3,9 +3,6 @@
 In synchronous training all ranks have the same step time, since each waits in its collectives for the last one. The
 slow rank is the one that waits for no other: it enters last. Only what its lateness has delayed counts as a loss: DDP
 enters the buckets of one backward pass without waiting, so a rank that is 30 ms late at each of ten costs 30 ms.
-
-A run whose ranks are all slow has no slow rank: its pace is compared with its own best hour. The pace is a median of
-minutes, so that a save or an evaluation, which makes one of them long, is no loss of pace.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ RARE = 20
 SPREAD = 2.0
 """How many times as late as the usual rank: batches of uneven size make each rank late at times."""
 NOISE_SECONDS = 0.001
-"""A lateness below it is the noise of a busy machine."""
 
 
 class Arrivals(Struct, frozen=True, kw_only=True):
@@ -192,14 +188,11 @@ def _period(kinds: Sequence[str]) -> int:
 WINDOWS = 2
 """A rank is slow, and is slow no more, when so many windows in a row show it: the first minutes of a run differ."""
 WINDOW_SECONDS, WINDOW_STEPS = 60.0, 8
-"""A window is at least so long, and has so many steps."""
 RECENT = 5
-"""The pace now is that of so many windows."""
 HOUR_SECONDS = 3600.0
 LEAST_SECONDS = 1800.0
 """An hour of which less is known is not compared with."""
 SLOWER, AS_FAST = 1.1, 1.05
-"""How many times the seconds of a step in the best hour make the run slow, and slow no more."""
 SPREADS = 3.0
 """How many times the windows' own deviation in that hour: steps of some scripts are uneven."""
 
@@ -323,8 +316,6 @@ class Watched(Struct, frozen=True, kw_only=True):
 
 
 def next_watched(before: Watched, found: Mapping[int, SlowRank], *, compared: Collection[int], now_ns: int) -> Watched:
-    """Take one more window in; it says nothing of ranks that were not `compared`. What is in `slow` now and was not
-    before is to be reported, and the reverse."""
     seen: dict[int, int] = {}
     slow: dict[int, SlowRank] = {}
     for rank in sorted({*before.seen, *before.slow, *found}):
@@ -393,7 +384,6 @@ class Pace(Struct, frozen=True, kw_only=True):
 
 
 def next_pace(before: Pace, *, steps: int, at: float) -> Pace:
-    """Take one more look in: the round's workers had done `steps` steps, the last one at `at`, monotonic."""
     done, seconds = steps - before.steps, at - before.at
     if before.steps < 0 or done < 0:
         return replace(before, steps=steps, at=at)

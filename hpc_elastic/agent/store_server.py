@@ -70,8 +70,6 @@ class StoreState(str, Enum):
 
 
 class StoreServer(ProcessPart):
-    """One port and one process at a time. `python` has torch; `close` writes what the processes printed."""
-
     def __init__(
         self, python: str, *, log_path: Path, environ: Mapping[str, str], files: FileExecutor | None = None
     ) -> None:
@@ -102,9 +100,7 @@ class StoreServer(ProcessPart):
         self._python, self._environ = change.command([self._python])[0], change.apply(self._environ)
 
     def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
-        """A name, which may mean something else on another node, is listened on at all addresses. `port`: the user's
-        own, in every round the same. `guarded`: serve no address before `Guard.admit`, where other hosts can reach it.
-        Raises `StoreBindError`."""
+        """`port`: the user's own, in every round the same. `guarded`: serve no address before `Guard.admit`."""
         self.release()
         family, bind_to, connect_to = _listen_address(address)
         try:
@@ -143,8 +139,7 @@ class StoreServer(ProcessPart):
         return (*super().watched(), *([self.guard] if self.guard is not None and refuses else []))
 
     def look(self, agent: NodeAgent) -> Condemned | None:
-        """A worker may notice that the store is gone before this agent does; one that connects would retry for five
-        minutes before it fails."""
+        """A worker that connects to a store that is gone would retry for five minutes before it fails."""
         has_workers = agent.phase in (Phase.RUNNING, Phase.STOPPING)
         if self.handle() is not StoreState.FAILED or self._is_reported or not has_workers:
             return None
@@ -164,8 +159,7 @@ class StoreServer(ProcessPart):
         return self.state
 
     def release(self) -> None:
-        """Returns within about a second, whatever the process does. Workers that still talk to it see their connection
-        end."""
+        """Returns within about a second. Workers that still talk to the process see their connection end."""
         state = self.handle()
         dropped = state is StoreState.SERVING and self._dropped()
         self._shut_port()
@@ -306,8 +300,7 @@ class StoreServer(ProcessPart):
 
 
 def listen_for(address: str) -> tuple[socket.socket, str]:
-    """A socket on a free port of `address` alone, or of all where it is not this node's; and where this node itself
-    connects."""
+    """A socket on `address`, or on all where it is not this node's; and where this node itself connects."""
     family, bind_to, connect_to = _listen_address(address)
     try:
         listener = _bound(family, bind_to, None)
@@ -364,7 +357,6 @@ def _guard(family: socket.AddressFamily, address: str, port: int | None) -> Guar
 
 @functools.cache
 def torch_available(python: str) -> bool:
-    """Finds out without importing torch, once in this process' life."""
     found = find_program(python)
     if found is None:
         return False

@@ -28,8 +28,6 @@ from hpc_elastic.workers.tree import TAG_VARIABLE
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
-    """Fields of `RunSpec`, where an agent has none."""
-
     run_id: str
     role: str
     max_restarts: int
@@ -158,9 +156,9 @@ _AGENTS_OWN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS
 
 
 def _set_slurm_variables(env: dict[str, str], layout: RankLayout, local_rank: int) -> None:
-    """Slurm takes the agents for the tasks: a library that asks it for its rank (Lightning's SLURMEnvironment) would
-    take all workers of a node for the same one, and the number of nodes for the world size. So the variables are those
-    that srun would set had it started each worker as a task."""
+    """A library that asks Slurm for its rank (Lightning's SLURMEnvironment) would take all workers of a node for the
+    same one. So the variables are those that srun would set had it started each worker as a task.
+    """
     for name in _AGENTS_OWN:
         env.pop(name, None)
     env.update(

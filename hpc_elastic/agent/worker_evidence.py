@@ -148,7 +148,6 @@ class WorkerEvidence(Struct, eq=False):
         return found is not None and found.failure_class is FailureClass.SYMPTOM
 
     def look_at(self, slot: WorkerSlot) -> WorkerFailure | None:
-        """Looks where the exit code does not say what happened. Some milliseconds."""
         assert slot.exit is not None
         if slot.is_looked_at:
             return slot.early
@@ -299,7 +298,6 @@ class WorkerEvidence(Struct, eq=False):
         return self._keep(slot, failure)
 
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
-        """It was about to end, or hung in its shutdown."""
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
         if slot.output is not None and slot.output.is_stderr_empty:
             return None
@@ -314,7 +312,6 @@ class WorkerEvidence(Struct, eq=False):
         return failure
 
     def _keep_cause(self, slot: WorkerSlot, failure: WorkerFailure | None) -> WorkerFailure | None:
-        """Keep one traceback of each cause for the job log. Returns the failure where it is kept."""
         pid = slot.process.pid
         is_cause = failure is not None and (failure.is_own_cause or self.site.layout.world_size == 1)
         if failure is not None and is_cause and failure.fingerprint not in self.causes:

@@ -1,8 +1,4 @@
-"""The worker group of an agent that is started from Python, with torch's names.
-
-`WorkerSpec` is what a group of workers is to be; `Rendezvous` is what the agent needs of its rendezvous, which may be
-another one than this package's.
-"""
+"""The worker group of an agent that is started from Python, with torch's names."""
 
 from __future__ import annotations
 

@@ -19,14 +19,8 @@ class CopyError(HpcElasticError):
 
 
 def copy_part(source: Path, files: Path, *, tag: str, pace: Callable[[int], object]) -> dict[str, CopiedFile]:
-    """Copy the regular files below `source`. Each is there under its name when it is whole and on the disk.
-
-    Args:
-        tag: Names this copier's temporary files.
-        pace: Called with the bytes that were just read; may wait, or raise to stop.
-
-    Raises:
-        OSError: the filesystem's.
+    """Each file is there under its name when it is whole and on the disk. `tag` names this copier's temporary files;
+    `pace` is called with the bytes that were just read, and may wait, or raise to stop.
     """
     found = {}
     for name in walk(source):
@@ -60,10 +54,8 @@ def manifest_path(target: Path, index: int, *, without: bool = False) -> Path:
 
 
 def commit(shared: Path, target: Path, saving: Saving, run_id: str) -> Index | None:
-    """Write the index, and give the checkpoint its name. Whoever sees all parts may do it; the first one wins.
-
-    None: another node has done it, or a part's manifest can't be read yet. Raises CopyError: two nodes wrote different
-    files of the same name; and OSError.
+    """Whoever sees all parts may do it; the first one wins. None: another node has done it, or a manifest can't be read
+    yet. CopyError: two nodes wrote different files of the same name.
     """
     files: dict[str, CopiedFile] = {}
     for index in range(saving.count):

@@ -9,10 +9,7 @@ from hpc_elastic.checkpoints.layout import Choice, NodePart, NodeReport, Saving
 
 
 def next_target(whole: Collection[NodePart], *, committed: int, dead: AbstractSet[Saving]) -> Saving | None:
-    """The newest checkpoint that is whole on the leader's node; those before it are skipped.
-
-    `committed` is the newest committed step, -1 without one; `dead`: some node has not its part.
-    """
+    """`committed` is the newest committed step, -1 without one; `dead`: some node has not its part."""
     found = [part.saving for part in whole if part.saving.step > committed and part.saving not in dead]
     return max(found, default=None)
 
@@ -20,11 +17,9 @@ def next_target(whole: Collection[NodePart], *, committed: int, dead: AbstractSe
 def removable_parts(
     whole: Collection[NodePart], *, is_settled: bool, committed: int, kept: Collection[Saving]
 ) -> list[NodePart]:
-    """Whole parts that no restart and no copy needs any more.
-
-    A rank enters a step's `checkpoint_dir` after all ranks of the run have left the one before. So the newest whole
-    part is whole everywhere once a later one is begun (`is_settled`); until then the one before it is needed, too.
-    `kept`: being copied, or so new that the leader may choose it next.
+    """A rank enters a step's `checkpoint_dir` after all ranks have left the one before: the newest whole part is whole
+    everywhere once a later one is begun (`is_settled`); until then the one before it is needed, too. `kept`: being
+    copied, or so new that the leader may choose it next.
     """
     order = sorted(whole)
     needed = order[-1:] if is_settled or (order and order[-1].saving.step <= committed) else order[-2:]
@@ -37,14 +32,8 @@ def removable_steps(steps: Collection[int], *, keep: int, protected: Collection[
 
 
 def choose_start(reports: Sequence[NodeReport], committed: Saving | None) -> tuple[Choice, Saving | None]:
-    """Choose the checkpoint that a round continues from, and a newer checkpoint that could be committed first.
-
-    The second is one of which all parts are there, but a rank may have to read a file that another node has: its node
-    is another one, or not all nodes have files of the same kinds.
-
-    Args:
-        reports: Of all members, in the order of their group ranks.
-        committed: The newest one on the shared filesystem.
+    """Returns a newer checkpoint that could be committed first, too: all its parts are there, but a rank may have to
+    read a file that another node has. `reports`: of all members, in the order of their group ranks.
     """
     fallback = Choice(saving=committed)
     known = {part.saving for report in reports for part in (*report.whole, *report.copies)}

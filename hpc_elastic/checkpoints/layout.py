@@ -71,10 +71,7 @@ class CopiedFile(Struct, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The files that one node has copied."""
-
     files: dict[str, CopiedFile] = {}
-    """Path below the checkpoint's folder → its file."""
     without: str = ""
     """Why the node has not its part, so that this checkpoint is never complete."""
 
@@ -86,16 +83,12 @@ class Index(Struct, frozen=True, kw_only=True):
 
 
 class NodePlace(Struct, frozen=True, kw_only=True):
-    """A node in a round."""
-
     attempt: int
     round: int
     index: int
     """Its group rank."""
     uids: tuple[str, ...]
-    """The agents' of all members, in the order of their group ranks."""
     ranks: int
-    """Workers of this node."""
 
     def part(self, step: int) -> NodePart:
         return NodePart(Saving(step, self.attempt, self.round, len(self.uids)), self.index)
@@ -105,7 +98,6 @@ class Start(Struct, frozen=True, kw_only=True):
     """The checkpoint that the workers of a round continue from, and the place for theirs."""
 
     local: str
-    """The node's folder."""
     place: NodePlace
     room: int
     """Bytes that checkpoints may take on this node."""
@@ -154,10 +146,7 @@ def targets_in(shared: Path, run_uid: str, *, prefix: str = TARGET) -> list[Savi
 
 
 def remove_dead_targets(shared: Path, run_uid: str, *, now: float, after: float) -> None:
-    """Remove what other runs left half copied: nothing below it has changed for `after` seconds.
-
-    `now` is a file's time on that filesystem: the clocks of two machines are never compared.
-    """
+    """`now` is a file's time on that filesystem: the clocks of two machines are never compared."""
     for name in names_in(shared):
         match = _TARGET.match(name)
         if match and match[3] != run_uid[:8] and now - _changed_at(shared / name) > after:
@@ -215,7 +204,6 @@ def bytes_in(folder: Path) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder so that no reader meets half of it under its name."""
     gone = folder.with_name(f".gone-{folder.name}")
     try:
         os.rename(folder, gone)
@@ -225,7 +213,6 @@ def remove(folder: Path) -> None:
 
 
 def finish_removals(shared: Path) -> None:
-    """Remove what a killed process began to remove from the shared folder."""
     for name in names_in(shared):
         if name.startswith((".gone-step-", f".gone-{TARGET}", f".gone-{REPLICA}")):
             shutil.rmtree(shared / name, ignore_errors=True)
@@ -239,7 +226,6 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder; empty where it is gone."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

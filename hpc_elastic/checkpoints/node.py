@@ -99,7 +99,6 @@ class NodeCheckpoints:
     # -- the start of a round ------------------------------------------------------------------------------------
 
     def begin(self, place: NodePlace) -> None:
-        """The round's members are known; its workers have not started, and the ones before are gone."""
         for part in parts_in(self.local, DIRTY):
             with suppress(OSError):  # else it is removed
                 ranks = self.place.ranks if self.place is not None else place.ranks
@@ -270,7 +269,6 @@ class NodeCheckpoints:
             finish_removals(self.shared)  # what another node still wrote into as it was removed
 
     def report_left(self, why: str) -> None:
-        """The run ends: say which checkpoint is lost with it."""
         with suppress(OSError):
             self._learn()
         found = [part.saving for part in parts_in(self.local, WHOLE) if part.saving.step > self.committed]
@@ -298,7 +296,6 @@ class NodeCheckpoints:
         return targets_in(self.shared, self._spec.uid, prefix=prefix)
 
     def _learn(self) -> None:
-        """Take in what other nodes have committed."""
         for step in committed_steps(self.shared):
             if step > self.committed and read_index(self.shared, step) is not None:
                 self.committed, self._committed_at = step, self._clock.monotonic()
@@ -340,7 +337,6 @@ class NodeCheckpoints:
         self._write(CheckpointNotCommitted(step=target.step if target else None, last_step=last, reason=str(why)))
 
     def _serve(self, target: Saving, whole: list[NodePart], is_over: bool) -> None:
-        """Copy what this node has to copy of a checkpoint, and commit it where all is there."""
         assert self.place is not None
         folder = self.shared / target.target(self._spec.uid)
         parts = folder / "parts"

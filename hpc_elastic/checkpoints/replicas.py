@@ -57,8 +57,6 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Channel:
-    """Frames over a connection on which both ends have proved that they know the secret."""
-
     def __init__(self, connection: socket.socket, secret: Mac, *, is_server: bool) -> None:
         """Raises OSError: the other end is another program, or does not answer."""
         self._connection = connection
@@ -102,8 +100,6 @@ class Channel:
 
 
 class ReplicaServer:
-    """Takes neighbours' parts into this node's folder, one at a time."""
-
     def __init__(self, local: Path, addresses: Sequence[str], secret: bytes, *, room: int) -> None:
         """Raises OSError: no address of this node can be listened at."""
         self._local, self._secret, self._room = local, Mac(secret), room

@@ -112,10 +112,8 @@ class checkpoint_dir:
 
 
 def settle(dirty: Path, final: Path, ranks: int, *, replaces: bool = False) -> bool:
-    """Make a checkpoint whole once all ranks have left it; whoever sees that first does it.
-
-    `replaces`: without an agent, where the files alone become `final`, in place of an older one. Returns whether all
-    have left. Raises FileNotFoundError: another process was first.
+    """Whoever sees first that all have left does it. `replaces`: without an agent, the files alone become `final`.
+    Raises FileNotFoundError: another process was first.
     """
     marks = [name for name in os.listdir(dirty) if name.startswith("rank-")]
     if len(marks) < ranks:
@@ -177,7 +175,6 @@ def move_files(source: Path, target: Path) -> None:
 
 
 def read_start() -> Start | None:
-    """Read what the agent wrote for the workers of this round; None without ``--checkpoint-dir``."""
     path = os.environ.get(START_VARIABLE)
     return _read_start(path) if path else None
 
@@ -191,9 +188,8 @@ def _read_start(path: str) -> Start:
 
 
 def _await_room(local: Path, room: int) -> None:
-    """The agent removes what is committed; a worker that saves more than can be copied waits for it.
-
-    The newest part stays until the next one is whole: nothing is waited for where both have no room.
+    """The agent removes what is committed. The newest part stays until the next one is whole: nothing is waited for
+    where both have no room.
     """
     deadline = time.monotonic() + ROOM_SECONDS
     while True:

@@ -79,7 +79,6 @@ def measure(order: dict[str, Any], listener: socket.socket, torch: Any) -> dict[
 
 
 def _meet(order: dict[str, Any], listener: socket.socket, deadline: float) -> socket.socket:
-    """A connection between the two, on which both have shown this pair's token."""
     token = order["token"].encode()
     met = _accept(listener, token, deadline) if order["rank"] == 0 else _connect(order, token, deadline)
     met.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -144,7 +143,6 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _agreement(peer: socket.socket, rank: int, deadline: float) -> Callable[[bool], bool]:
-    """Both ends stop after the same transfer: rank 0 decides."""
 
     def goes_on(wanted: bool) -> bool:
         if rank == 0:
@@ -194,7 +192,6 @@ def _tcp_exchange(peer: socket.socket, deadline: float) -> Callable[[int], None]
 
 
 def _measure_with_torch(order: dict[str, Any], peer: socket.socket, torch: Any, deadline: float) -> dict[str, Any]:
-    """Measure with one process for each rank of this node: the GPUs', or one."""
     local = max(1, order["gpus"]) if order["backend"] == "nccl" else 1
     store = None
     if order["rank"] == 0:

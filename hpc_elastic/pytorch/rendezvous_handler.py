@@ -46,7 +46,6 @@ _OF_OTHER_BACKENDS = frozenset(
 
 
 def get_handler() -> Callable[[RendezvousParameters], TorchRendezvousHandler]:
-    """Entry point: torch calls it, and then the creator that it returns."""
     return create_handler
 
 
@@ -60,10 +59,8 @@ def create_handler(params: RendezvousParameters) -> TorchRendezvousHandler:
 
 
 def config_from_parameters(params: RendezvousParameters, environ: Mapping[str, str]) -> HandlerConfig:
-    """The configuration by torchrun's options, and by Slurm's environment.
-
-    Settings that mean something to torch's own backends alone are ignored, as these ignore each other's, with one
-    warning: an existing line needs another backend's name and endpoint, and nothing else.
+    """Settings that mean something to torch's own backends alone are ignored, as these ignore each other's: an existing
+    line needs another backend's name and endpoint, and nothing else.
     """
     conf = {key: str(value) for key, value in params.config.items() if key not in _OF_OTHER_BACKENDS}
     if ignored := sorted(_OF_OTHER_BACKENDS.intersection(params.config)):
@@ -79,8 +76,6 @@ def config_from_parameters(params: RendezvousParameters, environ: Mapping[str, s
 
 
 class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignore[misc, unused-ignore]
-    """torch's interface and torch's errors over `FileRendezvousHandler`."""
-
     def __init__(self, config: HandlerConfig, *, local_address: str | None = None) -> None:
         self._local_address = local_address
         self._addresses = config.addresses
@@ -120,10 +115,8 @@ class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignor
         _as_torch(self._handler.set_closed)
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 when the round is over: torch's agent then stops its workers and comes again.
-
-        Nodes that wait although the round is full don't count: torch's agent would restart its workers for them
-        forever.
+        """Return 1 when the round is over. Nodes that wait although the round is full don't count: torch's agent would
+        restart its workers for them forever.
         """
         return int(_as_torch(self._handler.round_is_over))
 

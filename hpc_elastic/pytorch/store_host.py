@@ -35,10 +35,8 @@ _MESSAGE_LIMIT = 65536
 
 
 def import_store_class(*, lean: bool) -> Any:
-    """torch's ``TCPStore`` class.
-
-    `lean` loads torch's extension module alone: a process that has done so can't import torch any more. It raises also
-    when the class is there but does not work.
+    """`lean` loads torch's extension module alone: a process that has done so can't import torch any more. It raises
+    also when the class is there but does not work.
     """
     if not lean:
         from torch.distributed import TCPStore
@@ -81,10 +79,7 @@ def _stand_in(name: str, path: list[str]) -> None:
 
 
 def serve(store_class: Any, host: str, port: int, listening_fd: int) -> Any:
-    """A store that serves on `listening_fd` (which it takes over) until it is dropped.
-
-    `host` and `port` are where this process itself connects to it.
-    """
+    """`host` and `port` are where this process itself connects to it."""
     return store_class(
         host,
         port,
@@ -97,15 +92,12 @@ def serve(store_class: Any, host: str, port: int, listening_fd: int) -> Any:
 
 
 class StoreHost:
-    """Answers the agent's messages until the control socket ends. Holds one store at most."""
-
     def __init__(self, control: socket.socket, store_class: Any) -> None:
         self._control = control
         self._store_class = store_class
         self._store: Any = None
 
     def run(self) -> None:
-        """Return when the agent has gone."""
         self._send({"is": "ready"})
         while True:
             try:

@@ -38,9 +38,8 @@ def _call(handler: Callable[..., Any], url: str, *args: Any, **kwargs: Any) -> A
 def look(url: str, env: MutableMapping[str, str] = os.environ, age: float | None = None) -> str:
     """Say what the script has changed or an earlier round has left; empty: nothing. `age`: seconds of this process.
 
-    Where the port is not the agents', rank 0 is made to serve the store: the variable by which torch (2.13) connects
-    all ranks to a store that nobody serves there is removed. So it is for the ranks of a launcher in a worker
-    (deepspeed's), which inherit that variable. torchrun, which serves one, sets the variable itself, and the run's id.
+    Where the port is not the agents', the variable by which torch (2.13) connects all ranks to a store that nobody
+    serves there is removed: rank 0 serves it then. So it is for the ranks of a launcher in a worker (deepspeed's).
     """
     parts = urlsplit(url)
     if parts.scheme == "file":

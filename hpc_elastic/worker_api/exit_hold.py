@@ -21,11 +21,8 @@ _BEAT_SECONDS = 1.0
 
 
 class ExitHold:
-    """One worker's part. Made when it starts; `wait` when its function has returned and its result is written."""
-
     def __init__(self, path: str, *, local_rank: int, local_world_size: int) -> None:
-        """`path` is on the node's own disk or memory, the same for its workers, and another in each round. Where it
-        can't be written, no worker is held."""
+        """`path`: on the node itself, another in each round. Where it can't be written, no worker is held."""
         self._others = [rank for rank in range(local_world_size) if rank != local_rank]
         self._rank = local_rank
         self._fd = -1
@@ -39,7 +36,6 @@ class ExitHold:
             self._fd = -1
 
     def wait(self) -> None:
-        """Wait until each of the node's other workers has returned or ended, however long that takes."""
         if self._fd < 0:
             return
         try:

@@ -36,10 +36,7 @@ _OLD_NAMES = {
 
 
 def start(note_collectives: Callable[..., bool]) -> None:
-    """Wait, in a thread, for the agent to ask for dumps; outside of a run do nothing.
-
-    `note_collectives` is `heartbeat.note_collectives`: the agent imports this module, and not that one.
-    """
+    """`note_collectives` is `heartbeat.note_collectives`: the agent imports this module, and not that one."""
     prefix = os.environ.get(VARIABLE)
     if not prefix:
         return
@@ -111,7 +108,6 @@ def _at_exit(own: str, pid: int, collectives: _Collectives) -> None:
 
 
 def _write_arrivals(own: str) -> None:
-    """Never raises, as `_dump`."""
     try:
         began = time.thread_time()
         c10d: Any = sys.modules["torch"]._C._distributed_c10d
@@ -125,13 +121,10 @@ def _write_arrivals(own: str) -> None:
 
 
 def read_arrivals(dump: str | bytes) -> dict[str, dict[str, Any]]:
-    """Read a dump of the recorder, of gloo or NCCL, in the JSON of torch 2.6 to 2.13.
-
-    Returns:
-        Process group → ``members``, its ranks as torch writes them; ``transfers``, the names of its sends and receives,
-        or ``[""]`` where only their number shows (gloo); ``first``, the number of the first collective; ``kinds``, name
-        and size of each kind of call; ``calls``, the kind of each; ``entered_ns`` of each, by the wall clock; and
-        ``took_us`` of each on the GPU, empty where NCCL does not measure it (TORCH_NCCL_ENABLE_TIMING).
+    """Process group → ``members``; ``transfers``, the names of its sends and receives, or ``[""]`` where only their
+    number shows (gloo); ``first``, the number of the first collective; ``kinds``, name and size of each kind of call;
+    ``calls``, the kind of each; ``entered_ns`` of each, by the wall clock; and ``took_us`` on the GPU, empty where NCCL
+    does not measure it (TORCH_NCCL_ENABLE_TIMING). Torch 2.6 to 2.13.
     """
     held = json.loads(dump)
     ranks = {str(one["name"]): str(one["ranks"]) for one in held.get("pg_config", {}).values()}

@@ -184,8 +184,6 @@ def _checked_name(name: object) -> bytes:
 
 
 class _Reporter:
-    """This process' part: silent until it has found the agent's file, and has it for itself."""
-
     def __init__(self) -> None:
         self._map: object | None = None
         self._words: Any = ()
@@ -450,24 +448,18 @@ _optimizer_steps = _OptimizerSteps()
 def count_optimizer_steps() -> None:
     """Take each step of the script's optimizer for a heartbeat, until the script sends its own.
 
-    Called once, when torch has been imported; outside of a run it does nothing. The optimizer that steps most often
-    counts: one of two that take turns. The count begins with 1 in each process; a forked child counts nothing.
+    The optimizer that steps most often counts: one of two that take turns. A forked child counts nothing.
     """
     if os.environ.get(VARIABLE) and not reporter.has_begun:
         _optimizer_steps.begin(sys.modules["torch.optim.optimizer"])
 
 
 def note_collectives(done: int, *, is_final: bool = False) -> bool:
-    """Report how many collectives are complete, `is_final` at the process' end: for a script without known steps.
-
-    Returns:
-        Whether that is of use: not where steps are known, and in no process that reports for no worker.
-    """
+    """`is_final`: at the process' end. Returns whether that is of use: not where steps are known."""
     return reporter.note_collectives(done, is_final=is_final)
 
 
 def is_outside() -> bool:
-    """This process reports for no worker, and never will: outside of a run, a helper, a forked child."""
     return reporter.is_off or not os.environ.get(VARIABLE)
 
 

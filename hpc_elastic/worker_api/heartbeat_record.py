@@ -95,8 +95,6 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
 
 
 class NoticeRecord(Struct, frozen=True, kw_only=True):
-    """The preemption notice that an agent writes for a worker."""
-
     serial: int
     deadline_ns: int
     """CLOCK_BOOTTIME of this host: until then a checkpoint is waited for."""
@@ -110,11 +108,7 @@ def is_section_name(name: str) -> bool:
 
 
 def put_record(buffer: bytearray | memoryview | object, *values: int | bytes) -> None:
-    """Write a record, over the older copy.
-
-    The values are those of `FIELDS`, a step that is not known as `NO_STEP`; the flags; the section, ASCII. `count` goes
-    up by one with each call.
-    """
+    """Write over the older copy: the values of `FIELDS` (`NO_STEP`: not known), the flags, the section."""
     body = _BODY.pack(*values)
     start = _AT[values[0] & 1]  # type: ignore[operator]
     # One store of the whole: no other thread of this process gets in between.

@@ -23,8 +23,6 @@ _PLACE = {
 
 
 class Journal:
-    """This process' file. Training goes on where it can't be written."""
-
     def __init__(self) -> None:
         self._fd: int | None = None
         self._place: dict[str, int] = {}

@@ -32,9 +32,8 @@ class RoundOverError(HpcElasticError):
 
 
 def await_lease(is_valid: Callable[[], bool], what: str = "progress") -> None:
-    """Ask this node's agent to read the newest record, and wait until `is_valid`.
-
-    `RoundOverError`: there is no agent any more, and no guardian has ended this process for that.
+    """Ask this node's agent to read the newest record, and wait. `RoundOverError`: there is no agent, and no guardian
+    has ended this process for that.
     """
     began, asked_at, gone_since = time.monotonic(), float("-inf"), None
     while not is_valid():

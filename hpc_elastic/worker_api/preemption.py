@@ -120,7 +120,7 @@ def on_preemption(callback: Callback) -> Callable[[], None]:
 
 
 class _Watch:
-    """The thread and its callbacks. No locks, which a signal handler could meet: a pop gets an entry once."""
+    """No locks, which a signal handler could meet: a pop gets an entry once."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, Callback] = {}

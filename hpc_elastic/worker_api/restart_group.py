@@ -52,7 +52,6 @@ class RestartGroupReport(Struct, frozen=True, kw_only=True):
     reason: str = ""
     iteration: int = 0
     seconds: float = 0.0
-    """Seconds between the fault being seen and the function's start, on the rank that reports."""
     world_size: int = 0
     active_world_size: int = 0
     interruptions: tuple[tuple[int, str], ...] = ()

@@ -5,12 +5,11 @@ a copy of it as ``sitecustomize.py`` into a node-local folder, and that folder i
 start of an interpreter, before its script, and waits there. A worker is a fork that returns from here: the interpreter
 goes on with its start, with the command line, ``__main__``, exit code and tracebacks of a fresh one.
 
-In two stages, since a script must never run in the server's place. The first runs ``-u -c pass``: an interpreter that
-leaves this file out ends at once. The second executes the same interpreter with the workers' command line.
+A script must never run in the server's place: the first stage runs ``-u -c pass``, so that an interpreter which leaves
+this file out ends at once; the second executes the same interpreter with the workers' command line.
 
-Each worker is forked twice: its parent, which ends at once, leaves it to the agent, which reaps orphaned descendants.
-So the agent has its pidfd and exact exit status. The worker waits at its gate until the agent lets it go: one that the
-agent has given up ends there, whatever happened to the server meanwhile.
+Each worker is forked twice, so that the agent, which reaps orphans, has its pidfd and exact exit status. It waits at
+its gate until the agent lets it go: one that the agent has given up ends there.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ _REPARENT_S = 0.0005
 
 
 class _Recorder:
-    """First in a worker's ``sys.meta_path``, it notes the names that are looked for in shared memory."""
-
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._pid, self._end = memory, os.getpid(), 4
 

@@ -2,14 +2,9 @@
 
 It is forked when the agent starts, and waits at a socket whose other end only the agent has. At the end of file the
 agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all below them,
-removes the agent's node-local folder, and leaves. At a clean end the agent writes to the socket, and the guardian just
-leaves. The workers of an agent that is stopped (SIGSTOP) are ended too, once the others go on without it: then the
-guardian writes to the socket first.
-
-Workers get a parent-death signal as well, but what *they* started does not. A process that cleared its environment is
-found by the last snapshot of the children (`ChildSnapshot`), taken two seconds before at most. Where agent *and*
-guardian are killed, the next agent of the node ends what carries the tag, and a process without it stays until Slurm
-ends the step.
+and removes the agent's node-local folder. At a clean end the agent writes to the socket, and the guardian just leaves.
+The workers of an agent that is stopped (SIGSTOP) are ended too, once the others go on without it: then the guardian
+writes to the socket first. A process that cleared its environment is found by the last snapshot of the children.
 """
 
 from __future__ import annotations
@@ -220,11 +215,8 @@ def end_tagged(
     children: ChildSnapshot | None = None,
     only_while: Callable[[], bool] = lambda: True,
 ) -> list[Proc]:
-    """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
-
-    `children` are the agent's, as they were while it lived. `only_while` is asked after each look and before anything
-    is ended: an agent that goes on has workers of its next round, which carry the same tag. Returns what still runs
-    after `bound` seconds (D state).
+    """`only_while` is asked after each look and before anything is ended: an agent that goes on has workers of its next
+    round, which carry the same tag. Returns what still runs after `bound` seconds (D state).
     """
     inside = Inside()
     began_inside: float | None = None
@@ -250,10 +242,8 @@ def end_tagged(
 def kill_stale_processes(tag: Tag, *, clock: Clock, bound: float = _STALE_BOUND_S) -> list[Proc]:
     """Kill what earlier incarnations of this node's agent left running, a stopped or stuck agent itself included.
 
-    A new agent calls it before it joins. Only processes of this run's own jobs on this node are touched: those whose
-    worker tag is of another incarnation, older ones that carry the node's tag (the agent, its store host and its
-    guardian), and all below them. This process, its ancestors and its children are not. Returns what still runs after
-    `bound` seconds (D state): it may hold memory and devices.
+    A new agent calls it before it joins. Only processes of this run's own jobs on this node are touched, and neither
+    this process, its ancestors nor its children. Returns what still runs after `bound` seconds (D state).
     """
     me = tree.look_at(os.getpid())
     born = (me.starttime, me.pid) if me is not None else (0, 0)
@@ -342,11 +332,7 @@ def _wait_for_child(pid: int, timeout: float) -> int | None:
 
 
 class ChildSnapshot:
-    """The children of one agent. Call `look` while the agent lives, and `remnants` when it has died.
-
-    A process that has cleared its environment was then a worker's descendant in the worker's session, or had become the
-    agent's own child (a subreaper's). Both can be read from one small file now and then.
-    """
+    """A process that has cleared its environment was in a worker's session, or had become the agent's own child."""
 
     def __init__(self, agent: int, *, leave_out: Iterable[int] = ()) -> None:
         self._agent = agent
@@ -356,7 +342,6 @@ class ChildSnapshot:
         self._children: dict[int, Proc] = {}
 
     def look(self) -> None:
-        """Take in the children of this moment: one read where none has come or gone."""
         pids = tree.main_children(self._agent)
         if pids is None:
             return  # it is dying, or this kernel has no such file
@@ -376,7 +361,7 @@ class ChildSnapshot:
         return frozenset(self._children)
 
     def remnants(self) -> list[Proc]:
-        """Those that live. A pid or session that has got another meaning since is not taken for one."""
+        """A pid or session that has got another meaning since is not taken for one."""
         # In a session of a child's own can be none but its descendants.
         leaders = {child.sid: child.starttime for child in self._children.values() if child.sid == child.pid}
         known = {(child.pid, child.starttime) for child in self._children.values()}

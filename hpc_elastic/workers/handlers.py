@@ -26,12 +26,10 @@ INSIDE_VARIABLE = "HPC_ELASTIC_INSIDE"
 class Inside:
     """The processes inside the containers of a node's workers, and those of the runtime itself.
 
-    podman's client and conmon report the script's end, and clean up after it; apptainer's starter waits for it; enroot
-    and others serve the image's filesystem. What these are sent ends the script's root under it, or they hand it on, so
-    that the script gets it twice or not at all: a signal that reaches podman 4.3 while its container is being made ends
-    podman, and nothing else ("container not running"). And a process that the runtime prepares (``runc init``) becomes
-    the script with the same pid: a signal before that is lost on it. So none of them is signalled, and what is inside
-    has a mark in its environment.
+    podman's client and conmon report the script's end, and clean up after it; apptainer's starter waits for it. What
+    these are sent ends the script's root under it, or they hand it on, so that the script gets it twice or not at all;
+    and a process that the runtime prepares (``runc init``) becomes the script with the same pid: a signal before that
+    is lost. So only what is inside is signalled: it has a mark in its environment.
     """
 
     def __init__(self, read: Callable[[Sequence[int]], Mapping[int, bytes]] = tree.read_environments) -> None:
@@ -40,10 +38,7 @@ class Inside:
         self._scripts: dict[int, Proc] = {}
 
     def find(self, processes: Sequence[Proc]) -> dict[int, int]:
-        """Map the pids inside, of living `processes`, parents first, to local ranks.
-
-        What a process inside has started is inside, whatever environment it has.
-        """
+        """Map the pids inside, of living `processes`, parents first, to local ranks."""
         identities = {proc.pid: (proc.pid, proc.starttime) for proc in processes}
         self._known = {identity: self._known[identity] for identity in identities.values() if identity in self._known}
         environments = self._read([pid for pid, identity in identities.items() if identity not in self._known])
@@ -68,7 +63,6 @@ class Inside:
         return first
 
     def has_ended(self, local_rank: int) -> bool:
-        """A script that `scripts` has found is not there any more."""
         return local_rank in self._scripts and not tree.lives(self._scripts[local_rank])
 
 
@@ -86,7 +80,6 @@ class SignalMasks(Struct, frozen=True, kw_only=True):
 
 
 def read_masks(pid: int) -> SignalMasks | None:
-    """Read ``/proc/<pid>/status``; None where that can't be read."""
     try:
         fields = kernel_fields(f"/proc/{pid}/status")
         return SignalMasks(
@@ -122,9 +115,8 @@ def choose_receivers(
     """Choose the processes of one worker to which a signal is sent that asks it to save. Pure.
 
     The root where it catches the signal; else the process that sends the heartbeats (`speaker`: its pid in its own
-    namespace, 0 where none does); else on each branch the first process that does. (What it forked, a data loader's
-    workers for one, has inherited its handlers.) Empty where no process catches it: the signal would end them. `below`:
-    all below the root, parents first.
+    namespace, 0 where none does); else on each branch the first process that does. Empty where no process catches it:
+    the signal would end them. `below`: all below the root, parents first.
     """
     catching = {pid for pid, known in masks.items() if known.catches(number)}
     if root.pid in catching:
@@ -142,8 +134,8 @@ def choose_rank_processes(
     """Choose the processes of one worker that get SIGTERM before what they have started does. Pure.
 
     The process that sends the heartbeats; else the root where it is one of the `pythons`; else on each branch the first
-    process that is one, or catches the signal. Beside it the root where that is none and catches the signal, as a
-    shell's trap does. Empty: none is known to be the script, and all get the signal at once.
+    one that is, or catches the signal. Beside it the root where that catches the signal, as a shell's trap does. Empty:
+    none is known to be the script, and all get the signal at once.
     """
     catching = {pid for pid, known in masks.items() if known.catches(signal.SIGTERM)}
     if root.pid in catching & set(pythons):
@@ -162,7 +154,6 @@ def find_rank_processes(root: Proc, below: Sequence[Proc], *, speaker: int) -> l
 
 
 def is_python(pid: int) -> bool:
-    """Tell whether a process runs a Python; False where that can't be known."""
     try:
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
     except OSError:

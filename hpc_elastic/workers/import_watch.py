@@ -103,9 +103,7 @@ class ImportWatch:
         self._scanned: set[str] = set(sys.modules)
         self._noted: list[str] = []
         self._generators: weakref.WeakSet[random.Random] = weakref.WeakSet()
-        """Made without a seed."""
         self._bit_generators: list[Any] = []
-        """numpy's of the same kind."""
 
     @contextmanager
     def during(self, entry: str) -> Iterator[None]:

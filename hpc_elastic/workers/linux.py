@@ -1,8 +1,7 @@
 """Wraps what this package needs of Linux: system calls that `os` lacks, signals as events, hung threads, OOM kills.
 
-Python as conda builds it is compiled against a C library so old that `os.pidfd_open`, `signal.pidfd_send_signal` and a
-fast `os.closerange` are missing on a kernel that has them all, so these go through ``syscall(2)``. The numbers are the
-same on every architecture (Linux gave new calls one number for all from 424 on).
+Python as conda builds it is compiled against so old a C library that `os.pidfd_open`, `signal.pidfd_send_signal` and a
+fast `os.closerange` are missing on a kernel that has them all, so these go through ``syscall(2)``.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ def set_name(name: str) -> None:
 
 
 def pidfd_open(pid: int) -> int | None:
-    """Open a descriptor (close-on-exec) that names the process `pid` and becomes readable when it ends.
-
-    None where the kernel has none (before Linux 5.3: RHEL 8), or a sandbox refuses it. Raises ProcessLookupError, or
+    """None where the kernel has none (before Linux 5.3: RHEL 8), or a sandbox refuses it. Raises ProcessLookupError, or
     another OSError where there is no descriptor left.
     """
     try:
@@ -86,16 +83,12 @@ def pidfd_open(pid: int) -> int | None:
 
 
 def pidfd_send_signal(pidfd: int, signal_number: int) -> None:
-    """Signal exactly the process that `pidfd` names; raises ProcessLookupError, PermissionError."""
     arguments = ctypes.c_int(pidfd), ctypes.c_int(signal_number), ctypes.c_void_p(None), ctypes.c_uint(0)
     _check(_syscall(_SYS_PIDFD_SEND_SIGNAL, *arguments))
 
 
 def signal_main_thread(pid: int, signal_number: int) -> None:
-    """Signal the main thread of `pid`, and none of its other threads.
-
-    Raises ProcessLookupError, PermissionError, or OSError where this architecture's number of the call is not known.
-    """
+    """Raises ProcessLookupError, PermissionError, or OSError where this architecture's number of it is not known."""
     number = _SYS_TGKILL.get(os.uname().machine)
     if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -103,7 +96,6 @@ def signal_main_thread(pid: int, signal_number: int) -> None:
 
 
 def close_from(first: int) -> None:
-    """Close every descriptor from `first` on, at a cost that doesn't grow with the descriptor limit."""
     if _syscall(_SYS_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0)) == 0:
         return
     for name in os.listdir("/proc/self/fd"):
@@ -124,11 +116,8 @@ def output_pipes() -> list[int]:
 
 
 def leave_hung_threads(code: int, pipes: Sequence[int]) -> NoReturn:
-    """End at once, whatever the other threads do.
-
-    A mount that does not answer can hold a thread so that not even the process' own end takes it. The process then
-    stays in the table until the mount answers, with all its descriptors open, and a reader of its output would wait as
-    long for the end of file. So the output is let go by hand, and nothing else is waited for or cleaned up.
+    """End at once: a mount that does not answer can hold a thread so that not even the process' own end takes it. A
+    reader of its output would wait as long for the end of file, so the output is let go by hand.
     """
     try:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -146,8 +135,7 @@ OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 class SpareDescriptor:
     """One descriptor, kept for when there is none left: held by `hold`, given up while `lend` needs its number.
 
-    Without a descriptor ``/proc`` can't be read, and a look that fails must not pass for "there is no process": workers
-    would be taken for gone that still run. For any thread.
+    Without a descriptor ``/proc`` can't be read, and workers would be taken for gone that still run. For any thread.
     """
 
     def __init__(self) -> None:
@@ -155,15 +143,11 @@ class SpareDescriptor:
         self._fd = -1
 
     def hold(self) -> None:
-        """Take it, where it is not held. To be called while there are descriptors; else it does nothing."""
         with self._lock:
             self._take()
 
     def lend(self, action: Callable[[], T]) -> T:
-        """Carry out what needs a descriptor for a moment, with the spare one where there is no other.
-
-        Raises OSError of `action`; or for no descriptor, where the spare one was not held, or was taken meanwhile.
-        """
+        """Raises `action`'s OSError, or for no descriptor: the spare one was not held, or was taken meanwhile."""
         try:
             return action()
         except OSError as error:
@@ -288,7 +272,6 @@ class SignalQueue:
         return self._watched.fileno()
 
     def take(self) -> list[signal.Signals]:
-        """The signals since the last call, in order of arrival; equal ones may have merged."""
         self._read_senders()
         found = []
         for number in self._waker.drain():
@@ -302,7 +285,6 @@ class SignalQueue:
         return found
 
     def holds(self, numbers: Container[signal.Signals]) -> bool:
-        """Tell whether one of `numbers` has come since the last `take`, which still returns it."""
         self._read_senders()
         return any(number in numbers for number in self._waker.peek())
 
@@ -311,16 +293,12 @@ class SignalQueue:
         return self._senders.get(number, (0, ""))[0]
 
     def sender(self, number: signal.Signals) -> str:
-        """``from pid 4021 (bash, user bob)``; empty: not known."""
         return self._senders.get(number, (0, ""))[1]
 
 
 def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | None:
-    """Count the OOM kills so far in the memory cgroup of a process: the evidence that "-9" was one.
-
-    Read before the workers start and after one has died; a counter that went up is the proof. Under Slurm with
-    task/cgroup the kill is counted in the *task's* cgroup, the agent's own (seen on 22.05.8, cgroup v1 and v2).
-    None where no cgroup with a counter can be read.
+    """None where no cgroup with a counter can be read. Under Slurm with task/cgroup the kill is counted in the *task's*
+    cgroup, the agent's own (seen on 22.05.8, cgroup v1 and v2).
     """
     if (found := _memory_cgroup(pid, proc)) is None:
         return None
@@ -329,15 +307,12 @@ def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | Non
 
 
 def node_oom_kill_count(*, proc: str = "/proc") -> int | None:
-    """OOM kills on this node since its boot, in whichever cgroup (Linux 4.13); None where that is not known."""
+    """OOM kills since the boot, in whichever cgroup (Linux 4.13); None where that is not known."""
     return _counter(proc, "vmstat")
 
 
 def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tuple[str, bool]]:
-    """List the memory cgroup of a process and all above it that can be seen from here, the closest first.
-
-    Each with whether it is of version 2.
-    """
+    """The memory cgroup of a process and all above it that can be seen, the closest first; True: version 2."""
     if (found := _memory_cgroup(pid, proc)) is None:
         return []
     folder, top, is_v2 = found
@@ -368,8 +343,7 @@ def _memory_cgroup(pid: int | str, proc: str) -> tuple[str, str, bool] | None:
 
 
 def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tuple[str, str] | None:
-    """The folder of the cgroup `path`, and its mount point: mountinfo's fields 4 (root) and 5, proc(5). Of several
-    mounts the last one that has the path counts: it lies over the others."""
+    """Returns its mount point, too: mountinfo's fields 4 (root) and 5, proc(5). The last mount lies on top."""
     found = guessed = None
     for line in mounts.splitlines():
         left, separator, right = line.partition(" - ")

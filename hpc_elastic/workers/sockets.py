@@ -1,8 +1,6 @@
 """The TCP sockets of processes, by the addresses of their own ends: from /proc, without a privilege and without torch.
 
-A process group's message names the peer that is gone by its address. ``/proc/PID/net/tcp`` has every socket of the
-network namespace with its inode, and ``/proc/PID/fd`` the inodes of one process that lives: some milliseconds for one
-look on a full node.
+A process group's message names the peer that is gone by its address. One look takes some milliseconds on a full node.
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ Address = tuple[str, int]
 
 
 def read_sockets(pids: Iterable[int], *, proc: str = "/proc") -> dict[int, frozenset[Address]]:
-    """Map each process to the addresses of its own ends; one without any, or that is gone, is missing. Never raises.
-
-    Of a process without a socket its children count.
-    """
+    """Map each process to the addresses of its own ends; one without any, or that is gone, is missing. Never raises."""
     owned = {pid: inodes for pid in pids if (inodes := _inodes_below(pid, proc))}
     if not owned:
         return {}
@@ -51,7 +46,7 @@ def network_id(pid: int, *, proc: str = "/proc") -> str:
 
 
 def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[int, int] | None:
-    """The inode, and its owner's uid, of the socket at the other end of a connection within this host; None: none."""
+    """The inode, and its owner's uid, of the socket at the other end of a connection within this host."""
     ends = connection.getpeername()[:2], connection.getsockname()[:2]
     for name in ("tcp", "tcp6"):
         for line in kernel_text(f"{proc}/self/net/{name}").splitlines()[1:]:
@@ -77,9 +72,8 @@ _MOVED_AT = 120
 
 
 def moved_bytes() -> dict[int, int]:
-    """Inode → bytes that a TCP socket of this network namespace has sent and received; sock_diag(7).
-
-    ``/proc/PID/io`` does not count them. Empty where the kernel does not answer.
+    """Inode → bytes that a TCP socket of this network namespace has sent and received; sock_diag(7). ``/proc/PID/io``
+    does not count them. Empty where the kernel does not answer.
     """
     found: dict[int, int] = {}
     with (
@@ -159,7 +153,6 @@ def _inodes_below(pid: int, proc: str) -> set[int]:
 
 
 def socket_inodes(pid: int, proc: str = "/proc") -> set[int]:
-    """Those of the sockets that a process has open; of one that is gone, or is another user's, none."""
     folder = f"{proc}/{pid}/fd"
     found: set[int] = set()
     with suppress(OSError):

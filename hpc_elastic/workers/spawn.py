@@ -94,7 +94,7 @@ def exit_status_now(exitcode: int, clock: Clock, *, core_dumped: bool = False, l
 
 
 class WorkerProcess:
-    """One worker's process. `pidfd` is readable once it has ended; None on an old kernel: go by SIGCHLD then."""
+    """`pidfd` is readable once it has ended; None on an old kernel: go by SIGCHLD then."""
 
     __slots__ = ("_clock", "exit_status", "is_released", "pid", "pidfd", "stderr_fd", "stdout_fd")
 
@@ -108,7 +108,7 @@ class WorkerProcess:
         self._clock = clock
 
     def poll(self) -> ExitStatus | None:
-        """How it ended, or None while it runs. Leaves the zombie; may be called any number of times."""
+        """None while it runs. Leaves the zombie; may be called any number of times."""
         if self.exit_status is None:
             try:
                 info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -123,26 +123,19 @@ class WorkerProcess:
         return self.exit_status
 
     def signal_group(self, signal_number: int) -> None:
-        """Signal its process group: the worker and what it started, whether it itself still runs or not.
-
-        Nothing happens after `release`: the group's number could be another's then.
-        """
+        """Nothing happens after `release`: the group's number could be another's then."""
         if self.is_released:
             return
         with suppress(ProcessLookupError, PermissionError):  # no process left in it, or only set-user-id programs
             os.killpg(self.pid, signal_number)
 
     def take_output(self) -> tuple[int, int]:
-        """Hand over the read ends of stdout and stderr; the caller closes them."""
         taken = self.stdout_fd, self.stderr_fd
         self.stdout_fd = self.stderr_fd = -1
         return taken
 
     def release(self) -> ExitStatus | None:
-        """Let the kernel forget it and close our descriptors, once it has ended and its group needs no more signals.
-
-        None where it still runs: nothing is done then.
-        """
+        """Let the kernel forget it, once its group needs no more signals. None where it still runs."""
         status = self.poll()
         if status is None:
             return None
@@ -164,9 +157,8 @@ class WorkerProcess:
 def prepare_agent_process() -> Inherited:
     """Make this process fit to be an agent. First thing in the main thread, before any other thread.
 
-    It becomes the reaper of its orphaned descendants, creates files for its user alone (umask 077), dumps no core (its
-    memory holds the run's secret), and has descriptors 0 to 2 open, so that no pipe ever gets one of these numbers. It
-    may open as many files as the hard limit allows: each worker takes five, and the usual soft limit is 1024.
+    It creates files for its user alone, dumps no core (its memory holds the run's secret), and has descriptors 0 to 2
+    open, so that no pipe ever gets one of these numbers. Each worker takes five of the files that it may open.
     """
     for fd in range(3):
         try:
@@ -209,14 +201,8 @@ def start_worker(
 ) -> WorkerProcess:
     """Start one worker; raises `WorkerStartError`.
 
-    Call it from the main thread: the parent-death signal comes when the *forking thread* ends.
-
-    Args:
-        argv: The command, found by the PATH of `env` where it has no slash, and its arguments.
-        pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
-        exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
-        cpus: Those that it may use; empty: as this process.
-        stdin: A descriptor for its input, which stays the caller's; None: ``/dev/null``.
+    Call it from the main thread: the parent-death signal comes when the *forking thread* ends. `exec_wait`: seconds for
+    the program to be there; one on a mount that hangs counts as started then. `stdin` stays the caller's.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("start_worker must be called from the main thread: its end would kill the workers")
@@ -252,11 +238,8 @@ def start_worker(
 
 
 def reap_orphans(known: Container[int]) -> list[int]:
-    """Wait for the ended processes that came to this subreaper when their parents ended; returns their pids.
-
-    Never takes a status that is waited for elsewhere: neither that of a pid in `known` (workers, guardian, store
-    host), nor that of a child in the agent's own session: `subprocess` children are there, and no descendant of a
-    worker can be.
+    """Returns the pids of ended processes that came to this subreaper. Never takes a status that is waited for
+    elsewhere: neither that of a pid in `known`, nor that of a `subprocess` child, which is in the agent's own session.
     """
     own_session = os.getsid(0)
     reaped = []

@@ -2,11 +2,8 @@
 
 SIGTERM goes to each rank's own process (`find_rank_processes`), which may be saving. What it has started gets SIGTERM
 when it has ended, or shortly before the end of the grace. After the grace everything that is below the agent gets
-SIGKILL, again and again, until nothing is left; what outlived a worker that had ended before gets it after
-`ORPHAN_SECONDS`. As the agent is a subreaper, nothing that a worker started can get out from below it. The agent's own
-helpers (`excluding`, and anything in the agent's own session) are not touched.
-
-Of a container only what is inside is signalled; the runtime ends by itself then, and is killed only where it does not.
+SIGKILL, again and again, until nothing is left; as the agent is a subreaper, nothing can get out from below it. Its own
+helpers (`excluding`, and anything in its own session) are not touched. Of a container only what is inside is signalled.
 """
 
 from __future__ import annotations
@@ -43,8 +40,6 @@ _ORPHAN_LOOKS = 100
 
 
 class Survivor(Struct, frozen=True, kw_only=True):
-    """A process that SIGKILL did not end in time, and why one may think so."""
-
     pid: int
     name: str
     state: str
@@ -94,10 +89,7 @@ class _Progress(Struct):
 
 
 class GroupStopper:
-    """Ends one worker group. Call `begin` once, then `step` when it asks for it and whenever a process has ended.
-
-    All methods are for the main thread, and none blocks.
-    """
+    """Call `begin` once, then `step` when it asks for it and whenever a process has ended. Main thread only."""
 
     def __init__(
         self,
@@ -110,15 +102,10 @@ class GroupStopper:
         inside: Inside | None = None,
         speakers: Mapping[int, int] | None = None,
     ) -> None:
-        """
-        Args:
-            workers: The group's, those included that have ended already: what they started may still run.
-            grace: Seconds from SIGTERM to SIGKILL.
-            excluding: Pids that are left alone with all below them: the guardian, the store host, earlier survivors.
-            kill_bound: Seconds after the first SIGKILL at which what still runs (D state) is reported and left.
-            inside: Given where the workers are containers.
-            speakers: Pid of a worker, or of the first process in its container → pid of the process that sends its
-                heartbeats, in its own namespace.
+        """`workers`: those included that have ended already. `excluding`: pids that are left alone with all below them.
+
+        `speakers`: pid of a worker, or of the first process in its container → pid, in its own namespace, of the
+        process that sends its heartbeats. What still runs `kill_bound` seconds after SIGKILL is left.
         """
         self._workers = tuple(workers)
         self._grace = grace
@@ -181,7 +168,6 @@ class GroupStopper:
         return self._state.sent_kill
 
     def kill_now(self) -> None:
-        """Give up the rest of the grace, or all of it: SIGKILL at once. May be called in any phase."""
         state = self._state
         if state.phase is _Phase.NEW:
             state.began = self._clock.monotonic()
@@ -197,7 +183,6 @@ class GroupStopper:
             state.deadline = min(state.deadline, self._clock.monotonic() + max(0.0, grace))
 
     def step(self) -> Stopped | float:
-        """Look at what is left, and do what is due; or give the seconds after which to call again."""
         state = self._state
         if state.phase in (_Phase.NEW, _Phase.DONE):
             raise IllegalTransitionError(state=state.phase.value, event="step")

@@ -1,23 +1,19 @@
 """The processes of this host, their parents and marks; and signals that hit no recycled pid.
 
-Where there is no descriptor left, not even `linux.SPARE`, looks raise OSError: no process counts as gone for that.
-A process is known by its pid *and* its start time: a pid alone may name another process a moment later.
+Where there is no descriptor left, not even `linux.SPARE`, looks raise OSError: no process counts as gone for that. A
+process is known by its pid *and* its start time: a pid alone may name another process a moment later.
 
 Everything comes from ``/proc`` by hand. psutil 7.2 (which serves in `base.host_facts`) takes 2 to 400 times as long for
-these walks, and lacks what they stand on: a start time that a step of the wall clock leaves alone (``create_time``
-counts from the clock's time of boot), pidfds to signal by, sessions and groups, a spare descriptor for a look when
-there is none left, and a way out of ``/proc/<pid>/environ`` where that blocks (`read_environments`).
+these walks, and lacks a start time that a step of the wall clock leaves alone, pidfds to signal by, sessions and
+groups, and a way out of ``/proc/<pid>/environ`` where that blocks (`read_environments`).
 
-The marks in the environment by which a run's processes are known on a node.
+The marks by which a run's processes are known, in the environment that a process was *started* with:
 
-- ``HPC_ELASTIC_TAG=<run uid>:<node key>:<agent uid>`` in every worker and all that it starts: which incarnation of
-  which node's agent of which run they belong to.
+- ``HPC_ELASTIC_TAG=<run uid>:<node key>:<agent uid>`` in every worker and all that it starts.
 - ``HPC_ELASTIC_NODE_TAG=<run uid>:<node key>`` in the agent itself, put there by its launcher, so that a later
   incarnation finds an earlier one that is stopped or stuck.
 
-What counts is the environment that a process was *started* with (``/proc/<pid>/environ``). A worker that submits
-another job hands its tags on to it, so a tag counts only in the run's own Slurm jobs. Slurm itself sets SLURM_JOB_ID in
-everything that it starts.
+A worker that submits another job hands its tags on to it, so a tag counts only in the run's own Slurm jobs.
 """
 
 from __future__ import annotations
@@ -59,8 +55,6 @@ class Delivery(Enum):
 
 
 class Environ:
-    """The environment that a process was started with."""
-
     __slots__ = ("_raw",)
 
     def __init__(self, raw: bytes) -> None:
@@ -127,7 +121,6 @@ def look_at(pid: int) -> Proc | None:
 
 
 def lives(proc: Proc) -> bool:
-    """Tell whether this very process, not another with its pid, is still there."""
     now = look_at(proc.pid)
     return now is not None and now.starttime == proc.starttime and not now.is_dead
 
@@ -156,7 +149,6 @@ def subtree(processes: Mapping[int, Proc], roots: Collection[int], *, excluding:
 
 
 def descendants(root_pid: int, *, excluding: Collection[int] = ()) -> list[Proc]:
-    """All processes below `root_pid`, without those of `excluding` and what is below these."""
     return subtree(all_processes(), (root_pid,), excluding=excluding)
 
 
@@ -170,10 +162,8 @@ def ancestors(processes: Mapping[int, Proc], pid: int) -> set[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The pids of the direct children, ended ones included.
-
-    This is exact for a subreaper where it matters: every living descendant is below a living child of ours (an orphan
-    becomes our child *before* its parent is seen as ended), so no child means no descendant.
+    """Exact for a subreaper where it matters: an orphan becomes our child *before* its parent is seen as ended, so no
+    child means no descendant.
     """
     if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
         # Gone, or a kernel without CONFIG_PROC_CHILDREN: the long way.
@@ -192,19 +182,13 @@ def children(pid: int) -> list[int]:
 
 
 def main_children(pid: int) -> list[int] | None:
-    """The pids of the children of a process' main thread, which orphans become too: one read.
-
-    None where there is no such process, or a kernel without CONFIG_PROC_CHILDREN.
-    """
+    """Orphans become its too. None where there is no such process, or a kernel without CONFIG_PROC_CHILDREN."""
     raw = _read(f"/proc/{pid}/task/{pid}/children")
     return None if raw is None else [int(word) for word in raw.split()]
 
 
 def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
-    """Our user's living processes that, with the environment they started with, satisfy `matches`.
-
-    Those that hide their environment (set-user-id programs), or do not answer (`read_all`), are left out.
-    """
+    """Those that hide their environment (set-user-id programs), or do not answer (`read_all`), are left out."""
     uid = os.geteuid()
     own: dict[int, Proc] = {}
     for name in _list("/proc"):
@@ -226,11 +210,9 @@ def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
 def read_environments(
     pids: Sequence[int], read: Callable[[int], bytes | None] | None = None, *, patience: float = 1.0
 ) -> dict[int, bytes]:
-    """The environments of these processes, but for those that have none, or do not answer within `patience` seconds.
-
-    To open ``/proc/<pid>/environ`` is to wait for a program that is just being loaded, and one whose inherited file
-    lies on a mount that hangs is loaded never: the kernel closes the file first (``exec_update_lock``, seen on Linux
-    6.18).
+    """Those that have none, or do not answer within `patience` seconds, are left out: to open ``/proc/<pid>/environ``
+    is to wait for a program that is being loaded, and one whose inherited file lies on a mount that hangs is loaded
+    never (``exec_update_lock``, seen on Linux 6.18).
     """
     found = read_each(pids, read or (lambda pid: _read(f"/proc/{pid}/environ")), patience=patience)
     return {pid: raw for pid, raw in found.items() if raw}
@@ -256,10 +238,8 @@ def parse_cgroup_job(raw: bytes) -> str | None:
 
 
 def kill_safely(proc: Proc, signal_number: int, *, main_thread: bool = False) -> Delivery:
-    """Signal `proc`, and no other process that has got its pid meanwhile. Raises nothing for the process's sake.
-
-    On a kernel without pidfd (before 5.3) a gap of microseconds is left between the look and the signal. `main_thread`:
-    only where this architecture's call for that is known; else any thread may get it.
+    """Raises nothing for the process's sake. Without pidfd (before 5.3) a gap of microseconds is left between the look
+    and the signal. `main_thread`: only where this architecture's call for that is known; else any thread may get it.
     """
     try:
         pidfd = linux.pidfd_open(proc.pid)
@@ -299,9 +279,8 @@ _MOST_STOPS = 400
 class TreeKiller:
     """Chooses the signal for the processes that were found in a look: they may multiply while they are killed. Pure.
 
-    SIGKILL, as a rule. Where new ones appear look after look, each kill makes room for another fork within the user's
-    limit of processes, so they are stopped instead: a stopped process forks no more and yet takes a place. Once a look
-    finds none that is new, all are known and none runs: SIGKILL for all at once.
+    Where new ones appear look after look, each SIGKILL makes room for another fork within the user's limit of
+    processes, so they are stopped instead. Once a look finds none that is new, none runs: SIGKILL for all at once.
     """
 
     def __init__(self) -> None:
@@ -342,26 +321,19 @@ class Tag(Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> str:
-        """The value of `NODE_TAG_VARIABLE`: the same for every incarnation."""
         return f"{self.run_uid}:{self.node_key}"
 
     def __str__(self) -> str:
-        """The value of `TAG_VARIABLE`."""
         return f"{self.node}:{self.agent_uid}"
 
     def is_in_own_job(self, environ: Environ, cgroup_job: Callable[[], str | None]) -> bool:
-        """A process belongs to a job of this run; where the run is no job's, to no job at all.
-
-        `cgroup_job` looks up the job of its cgroup, for a process that has dropped SLURM_JOB_ID. Where there is none
-        either, the process counts as another's.
-        """
+        """A run that is no job's: to no job at all. `cgroup_job`: of a process that has dropped SLURM_JOB_ID."""
         job = environ.get(JOB_VARIABLE)
         if not self.jobs:
             return not job
         return (job or cgroup_job()) in self.jobs
 
     def is_own_worker(self, environ: Environ, cgroup_job: Callable[[], str | None]) -> bool:
-        """This very agent started the process, or what started it; cf. `is_in_own_job`."""
         return environ.get(TAG_VARIABLE) == str(self) and self.is_in_own_job(environ, cgroup_job)
 
     def is_of_other_incarnation(self, worker_tag: str) -> bool:

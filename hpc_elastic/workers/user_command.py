@@ -68,10 +68,8 @@ class UserCommand:
         cancelled: threading.Event | None = None,
         kept: int = KEPT_OUTPUT,
     ) -> UserCommand:
-        """Start it, in the main thread alone; raises `WorkerStartError`.
-
-        `stdin`: what it can read as its input, and need not. `cancelled`: set when no one wants its end any more; None:
-        `kill` does the same. `kept`: bytes of each stream that are kept, the last ones.
+        """Main thread alone; raises `WorkerStartError`. `cancelled`: set when no one wants its end any more;
+        None: `kill` does the same. `kept`: bytes of each stream that are kept, the last ones.
         """
         env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
         fd = None
@@ -96,7 +94,6 @@ class UserCommand:
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL to its process group; `run` sees to the rest."""
         self._process.signal_group(signal.SIGKILL)
 
     def attend(self, seconds: float, on_end: Callable[[CommandEnd], None]) -> None:
@@ -158,7 +155,7 @@ def shell_command(line: str, *arguments: str) -> list[str]:
 
 
 def describe_end(end: CommandEnd) -> str:
-    """Why a command has failed: ``exit code 3``; empty where it has not. Pure."""
+    """``exit code 3``; empty where it has not failed. Pure."""
     if end.is_late:
         return f"it had not ended after {end.seconds:.0f} s"
     if end.exitcode == 0:
@@ -214,13 +211,11 @@ EXIT trap is for ``exit 0``, and may be replaced."""
 
 
 def setup_command(setup: str) -> list[str]:
-    """The argument list by which bash carries out ``--setup``; it ends with the environment on stdout."""
     depth = 1 if re.match(r"source (?:'[^']*'|[^\s;&|<>()$`'\"]+)+$", setup) else 0
     return shell_command(_SHELL, setup, str(depth))
 
 
 def read_change(end: CommandEnd, base: Mapping[str, str]) -> EnvironmentChange | str:
-    """Read what a `setup_command` changed of `base`, which it was started with; or why it has failed."""
     printed = end.stdout.decode("utf-8", "surrogateescape")
     if why := describe_end(end):
         _, failed, where = printed.rpartition("\1")  # on success it may be in a value: PS1 has it around colours
