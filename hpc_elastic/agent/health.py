@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import Clock
@@ -29,14 +29,7 @@ GPU_MEMORY_SLACK = 512 << 20
 """Bytes of a GPU's memory in use that are no reason to wait: a CUDA context of others that came meanwhile, say."""
 GPU_SECONDS = 60.0
 """How long NVML may take: without persistence mode it starts every GPU first, seconds each."""
-SCRIPT_SECONDS = 30.0
 _MOST_REASONS = 4
-
-
-class HealthPlan(Struct, frozen=True, kw_only=True):
-    limits: Mapping[Check, float] = field(default_factory=dict)
-    command: tuple[str, ...] = ()
-    command_seconds: float = SCRIPT_SECONDS
 
 
 # -- what was measured ---------------------------------------------------------------------------------------------

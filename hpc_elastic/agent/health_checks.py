@@ -18,29 +18,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.health import (
-    CHECK_SECONDS,
-    DESCRIPTORS,
-    GPU_SECONDS,
-    GpuFacts,
-    HealthFinding,
-    HealthPlan,
-    SharedFacts,
-    did_not_answer,
-    judge_clock,
-    judge_gpu_memory,
-    judge_gpus,
-    judge_links,
-    judge_memory,
-    judge_room,
-    judge_script,
-    judge_shared,
-    measure_memory,
-    measure_room,
-    measure_shared,
-    own_gpus,
-    sum_up_findings,
-)
+from hpc_elastic.agent import health
+from hpc_elastic.agent.health import GpuFacts, HealthFinding, SharedFacts
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.supervision import Phase
@@ -61,13 +40,15 @@ if TYPE_CHECKING:
 
 AGAIN_SECONDS = 1.0
 """A lack of room or memory is looked at again: what ended workers held may still be on its way back."""
-_SHM = "/dev/shm"
 _NVIDIA = "/dev/nvidiactl"
 _LOOK_SECONDS = 0.01
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 class HealthSite(Struct, frozen=True, kw_only=True):
+    limits: Mapping[Check, float] = {}
+    command: tuple[str, ...] = ()
+    command_seconds: float = 30.0
     probe: Path | None = None
     """A file of this agent's own in the run directory, for the check of that filesystem; None: it is left out."""
     environ: Mapping[str, str]
@@ -86,8 +67,10 @@ class HealthChecks(Part):
     def for_agent(cls, site: AgentSite) -> HealthChecks:
         me, spec = site.me, site.me.spec
         return cls(
-            HealthPlan(limits=spec.health_checks, command=spec.health_check, command_seconds=spec.health_check_timeout),
             HealthSite(
+                limits=spec.health_checks,
+                command=spec.health_check,
+                command_seconds=spec.health_check_timeout,
                 probe=me.paths.health_probe(me.node, me.short_uid),
                 environ=me.command_environment(site.environ),
                 cwd=spec.cwd,
@@ -99,8 +82,7 @@ class HealthChecks(Part):
             clock=SystemClock(),  # it judges the wall clock as that is now
         )
 
-    def __init__(self, plan: HealthPlan, site: HealthSite, *, clock: Clock) -> None:
-        self._plan = plan
+    def __init__(self, site: HealthSite, *, clock: Clock) -> None:
         self._site = site
         self._clock = clock
         self._verdicts = Inbox[HealthVerdict]()
@@ -128,7 +110,7 @@ class HealthChecks(Part):
         if self._is_awaited:
             return
         self._is_awaited = True
-        self._session = _Session(self._verdicts.put)
+        self._session = _Session(self._verdicts.put, self._site.inherited, self._clock)
         self._session.run(self._jobs(self._session, last_round))
 
     def holds_join(self, agent: NodeAgent) -> bool:
@@ -156,55 +138,56 @@ class HealthChecks(Part):
     # -- the checks ----------------------------------------------------------------------------------------------
 
     def _jobs(self, session: _Session, last_round: int) -> list[_Job]:
-        limits, site = self._plan.limits, self._site
+        site, limits = self._site, self._site.limits
         jobs = []
-        if Check.TMP in limits:
-            jobs.append(self._room(session, Check.TMP, site.environ.get("TMPDIR") or "/tmp"))
-        if Check.SHM in limits:
-            jobs.append(self._room(session, Check.SHM, _SHM))
+        for check, path in ((Check.TMP, site.environ.get("TMPDIR") or "/tmp"), (Check.SHM, "/dev/shm")):
+            if check in limits:
+                jobs.append(self._room(session, check, path))
         if Check.MEMORY in limits:
             least = limits[Check.MEMORY]
-            action = session.twice(lambda: [judge_memory(measure_memory(), least=least)])
-            jobs.append(_Job(Check.MEMORY.value, "this node's memory", CHECK_SECONDS, action))
+            action = session.twice(lambda: [health.judge_memory(health.measure_memory(), least=least)])
+            jobs.append(_Job(Check.MEMORY.value, "this node's memory", health.CHECK_SECONDS, action))
         if site.probe is not None and (Check.SHARED in limits or Check.CLOCK in limits):
             jobs.append(self._shared(session, site.probe))
         if Check.LINK in limits and site.addresses:
             jobs.append(self._link(session))
         if (Check.GPU in limits or Check.GPU_MEMORY in limits) and self._has_gpus:
             jobs.append(self._gpus(session, last_round))
-        if self._plan.command:
+        if site.command:
             jobs.append(self._script(session, last_round))
         return jobs
 
     def _room(self, session: _Session, check: Check, path: str) -> _Job:
-        least = self._plan.limits[check]
-        action = session.twice(lambda: [judge_room(check, measure_room(path), least=least)])
-        return _Job(check.value, path, CHECK_SECONDS, action)
+        least = self._site.limits[check]
+        action = session.twice(lambda: [health.judge_room(check, health.measure_room(path), least=least)])
+        return _Job(check.value, path, health.CHECK_SECONDS, action)
 
     def _shared(self, session: _Session, probe: Path) -> _Job:
-        limits, clock, is_alone = self._plan.limits, self._clock, self._site.is_refused_alone
+        limits, clock, is_alone = self._site.limits, self._clock, self._site.is_refused_alone
 
         def measure() -> SharedFacts:
             """A filesystem that refuses is waited for as one that hangs is."""
             began, patience = time.monotonic(), limits.get(Check.SHARED, 0.0)
             deadline = began + max(patience / 2, patience - 2 * AGAIN_SECONDS)  # before it counts as one that hangs
-            while (facts := measure_shared(probe, clock)).is_refusal:
+            while (facts := health.measure_shared(probe, clock)).is_refusal:
                 if is_alone() or not session.pause(min(AGAIN_SECONDS, deadline - time.monotonic())):
                     return replace(facts, error=f"{facts.error}, for {time.monotonic() - began:.0f} s")
             return facts
 
         def look() -> list[HealthFinding]:
             facts = measure()
-            found = [judge_shared(facts)] if Check.SHARED in limits else []
-            return found + ([judge_clock(facts.clock, most=limits[Check.CLOCK])] if Check.CLOCK in limits else [])
+            found = [health.judge_shared(facts)] if Check.SHARED in limits else []
+            if Check.CLOCK in limits:
+                found.append(health.judge_clock(facts.clock, most=limits[Check.CLOCK]))
+            return found
 
         if Check.SHARED in limits:
             what = f"the run directory's filesystem ({probe.parent})"
-            return _Job(Check.SHARED.value, what, limits[Check.SHARED], session.twice(look, only=DESCRIPTORS))
-        return _Job(Check.CLOCK.value, "", CHECK_SECONDS, look, must_answer=False)
+            return _Job(Check.SHARED.value, what, limits[Check.SHARED], session.twice(look, only=health.DESCRIPTORS))
+        return _Job(Check.CLOCK.value, "", health.CHECK_SECONDS, look, must_answer=False)
 
     def _link(self, session: _Session) -> _Job:
-        seconds, addresses = self._plan.limits[Check.LINK], self._site.addresses
+        seconds, addresses = self._site.limits[Check.LINK], self._site.addresses
 
         def look() -> list[HealthFinding]:
             deadline = time.monotonic() + seconds
@@ -212,11 +195,11 @@ class HealthChecks(Part):
                 found = links(addresses)
                 self._have_had_link.update(name for name, has_link in found if has_link)
                 known = [link for link in found if link[0] in self._have_had_link]
-                finding = judge_links(known, seconds=seconds)
+                finding = health.judge_links(known, seconds=seconds)
                 if not finding.reason or not session.pause(min(AGAIN_SECONDS, deadline - time.monotonic())):
                     return [finding]
 
-        return _Job(Check.LINK.value, "the network's link", seconds + CHECK_SECONDS, look)
+        return _Job(Check.LINK.value, "the network's link", seconds + health.CHECK_SECONDS, look)
 
     @property
     def _has_gpus(self) -> bool:
@@ -227,23 +210,21 @@ class HealthChecks(Part):
         """`take` is called with NVML's answer in another thread, soon or never."""
         if not self._has_gpus:
             return
-        session = self._looks = _Session(lambda _: None)
+        session = self._looks = _Session(lambda _: None, self._site.inherited, self._clock)
         child = self._start_nvml(session)
         if not isinstance(child, WorkerStartError):
-            start_thread(lambda: take(self._own(from_json(child.run(GPU_SECONDS).stdout))))
+            start_thread(lambda: take(self._own(from_json(child.run(health.GPU_SECONDS).stdout))))
 
     def _own(self, facts: GpuFacts) -> GpuFacts:
-        visible = self._site.environ.get("CUDA_VISIBLE_DEVICES")
-        return replace(facts, devices=tuple(own_gpus(facts.devices, given=self._site.gpus_given, visible=visible)))
+        given, visible = self._site.gpus_given, self._site.environ.get("CUDA_VISIBLE_DEVICES")
+        return replace(facts, devices=tuple(health.own_gpus(facts.devices, given=given, visible=visible)))
 
     def _start_nvml(self, session: _Session, *arguments: str) -> UserCommand | WorkerStartError:
         argv = [*module_command("hpc_elastic.agent.health_gpu", "main"), *arguments]
-        return session.start(
-            argv, environ=self._site.environ, cwd="/", inherited=self._site.inherited, clock=self._clock
-        )
+        return session.start(argv, environ=self._site.environ, cwd="/")
 
     def _gpus(self, session: _Session, last_round: int) -> _Job:
-        site, limits = self._site, self._plan.limits
+        site, limits = self._site, self._site.limits
         seconds = limits.get(Check.GPU_MEMORY, 0.0) if last_round >= 0 and self._memory_before else 0.0
         before = self._memory_before if seconds else {}
         pairs = ",".join(f"{uuid}={held}" for uuid, held in before.items())
@@ -252,25 +233,24 @@ class HealthChecks(Part):
         def look() -> list[HealthFinding]:
             if isinstance(child, WorkerStartError):
                 return [HealthFinding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
-            facts = from_json(child.run(GPU_SECONDS + seconds + END_SECONDS).stdout)
+            facts = from_json(child.run(health.GPU_SECONDS + seconds + END_SECONDS).stdout)
             visible = site.environ.get("CUDA_VISIBLE_DEVICES")
             for device in self._own(facts).devices:
                 if device.held is not None and device.uuid:
                     known = self._memory_before.setdefault(device.uuid, device.held)
                     self._memory_before[device.uuid] = min(known, device.held)
-            found = [judge_gpu_memory(facts, before=before)] if before else []
+            found = [health.judge_gpu_memory(facts, before=before)] if before else []
             if Check.GPU in limits:
                 least = limits[Check.GPU]
-                found.append(judge_gpus(facts, given=site.gpus_given, visible=visible, least_errors=least))
+                found.append(health.judge_gpus(facts, given=site.gpus_given, visible=visible, least_errors=least))
             return found
 
-        return _Job(Check.GPU.value, "NVML", GPU_SECONDS + seconds, look)
+        return _Job(Check.GPU.value, "NVML", health.GPU_SECONDS + seconds, look)
 
     def _script(self, session: _Session, last_round: int) -> _Job:
-        command, seconds = self._plan.command, self._plan.command_seconds
+        command, seconds = self._site.command, self._site.command_seconds
         environ = {**self._site.environ, "HPC_ELASTIC_LAST_ROUND": str(last_round)}
-        site = self._site
-        child = session.start(command, environ=environ, cwd=site.cwd, inherited=site.inherited, clock=self._clock)
+        child = session.start(command, environ=environ, cwd=self._site.cwd)
 
         def look() -> list[HealthFinding]:
             if isinstance(child, WorkerStartError):
@@ -279,7 +259,7 @@ class HealthChecks(Part):
                 return [HealthFinding(check="script", reason=f"{option}{child}", is_usage=is_usage)]
             ended = child.run(seconds + END_SECONDS)
             line = "".join(last_lines(ended.stderr, 1)).strip()[:200]
-            return [judge_script(ended.exitcode, line, command=command[0])]
+            return [health.judge_script(ended.exitcode, line, command=command[0])]
 
         return _Job("script", command[0], seconds, look)
 
@@ -293,8 +273,8 @@ class _Job(Struct, frozen=True):
 
 
 class _Session:
-    def __init__(self, post: Callable[[HealthVerdict], None]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[[HealthVerdict], None], inherited: Inherited, clock: Clock) -> None:
+        self._post, self._inherited, self._clock = post, inherited, clock
         self._changed = threading.Condition()
         self._found: dict[str, list[HealthFinding]] = {}
         self._cancelled = threading.Event()
@@ -309,18 +289,11 @@ class _Session:
     def is_stuck(self) -> bool:
         return bool(self._busy)
 
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        environ: Mapping[str, str],
-        cwd: str,
-        inherited: Inherited,
-        clock: Clock,
-    ) -> UserCommand | WorkerStartError:
+    def start(self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str) -> UserCommand | WorkerStartError:
+        inherited, clock, cancelled = self._inherited, self._clock, self._cancelled
         try:
             child = UserCommand.start(
-                argv, environ=environ, cwd=cwd, inherited=inherited, clock=clock, cancelled=self._cancelled
+                argv, environ=environ, cwd=cwd, inherited=inherited, clock=clock, cancelled=cancelled
             )
         except WorkerStartError as error:
             return error
@@ -379,9 +352,9 @@ class _Session:
                 waited = time.monotonic() - began
                 open_jobs = [job for job in jobs if job.name not in self._found]
                 late = [job for job in open_jobs if waited >= job.seconds]
-                findings += [did_not_answer(job.name, job.what, job.seconds) for job in late if job.must_answer]
+                findings += [health.did_not_answer(job.name, job.what, job.seconds) for job in late if job.must_answer]
                 if len(late) == len(open_jobs) or any(finding.reason for finding in findings):
-                    self._finish(sum_up_findings(findings))
+                    self._finish(health.sum_up_findings(findings))
                     return
                 left = min(job.seconds for job in open_jobs if job not in late) - waited
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hpc_elastic.agent import rounds
 from hpc_elastic.agent.ending import (
     CrashGuard,
     HeardSignals,
@@ -30,17 +31,7 @@ from hpc_elastic.agent.ending import (
 )
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.part import AgentSite, Condemned, HealthVerdict, Part, fork_workers, watched
-from hpc_elastic.agent.rounds import (
-    LOAD_SECONDS,
-    ClockOffsetLog,
-    RoundWorkers,
-    confirm_round,
-    load,
-    log_coordination,
-    log_health,
-    log_round,
-    log_stopped,
-)
+from hpc_elastic.agent.rounds import LOAD_SECONDS, ClockOffsetLog, RoundWorkers
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.loop import seconds_until, wait_readable
@@ -132,7 +123,7 @@ class NodeAgent:
         return self.leave()
 
     def begin(self) -> None:
-        self._loader.post(load)
+        self._loader.post(rounds.load)
         for part in self.parts:
             part.begin()
         if not all(part.is_ready for part in self.parts):
@@ -256,7 +247,7 @@ class NodeAgent:
                 for part in self.parts:
                     part.on_cut_off(message, self.record)
             elif isinstance(message, RunEvent):
-                log_coordination(events, message, nodes=self.site.me.attempt.nodes)
+                rounds.log_coordination(events, message, nodes=self.site.me.attempt.nodes)
             else:
                 self._failure = message
                 logger.error("%s", message)
@@ -292,7 +283,7 @@ class NodeAgent:
             self._happens(Event.FINAL, record.reason)
 
     def on_health(self, verdict: HealthVerdict) -> None:
-        log_health(self.site.events, verdict, round_index=max(0, self.round))
+        rounds.log_health(self.site.events, verdict, round_index=max(0, self.round))
         if not verdict.is_healthy:
             self._leave_unfit(verdict)
 
@@ -321,7 +312,7 @@ class NodeAgent:
             return
         self._stop_due = None
         self.figures.end("stop")
-        log_stopped(self.site, workers, result)
+        rounds.log_stopped(self.site, workers, result)
         self._unendable.update(survivor.pid for survivor in result.left)
         self._swept = self.phase is Phase.DONE
         if self.phase in (Phase.STOPPING, Phase.LEAVING):
@@ -341,7 +332,7 @@ class NodeAgent:
         if event is Event.FROZEN:
             assert self.record is not None
             self.round = self.record.round
-            confirm_round(self.site, self.record, change=self.change, is_ending=self.heard.is_ending)
+            rounds.confirm_round(self.site, self.record, change=self.change, is_ending=self.heard.is_ending)
         elif event is Event.FINAL:
             self._rendezvous_seconds = self.figures.end("rendezvous")
             self.figures.begin("start")
@@ -390,7 +381,7 @@ class NodeAgent:
         )
         self._reports.begin()
         self._swept, self.has_run = False, True
-        log_round(site.events, own.facts, restarts_used=record.restarts_used)
+        rounds.log_round(site.events, own.facts, restarts_used=record.restarts_used)
         self.figures.put("remaining_restarts", site.me.spec.max_restarts - record.restarts_used)
         environ = dict(site.environ)
         for part in self.parts:
@@ -423,7 +414,7 @@ class NodeAgent:
 
     def _load(self) -> bool:
         try:
-            self._loader.do(load, within=LOAD_SECONDS, unless=self.heard.is_ending)
+            self._loader.do(rounds.load, within=LOAD_SECONDS, unless=self.heard.is_ending)
         except OSError as error:
             self._failure = error
             self._happens(Event.LEAVE, f"this package can't be read: {error}")

@@ -28,35 +28,9 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
-from hpc_elastic.run.agent_events import (
-    ClockCompared,
-    HealthCheckFailed,
-    HealthWarning,
-    RankStack,
-    RankState,
-    RoundFinal,
-    SharedThreadStack,
-    StacksTaken,
-    StartRefused,
-    WorkersStopped,
-)
-from hpc_elastic.run.coordinator_events import (
-    CoordinatorChanged,
-    LinkLost,
-    NodeLeft,
-    NodeLost,
-    NodeMissing,
-    NodeReplaced,
-    NodesAsked,
-    NodesWaiting,
-    NoticeGiven,
-    RoundFrozen,
-    RoundOpened,
-    RunClosed,
-    SignalHeard,
-    SpareLost,
-    StepAgreed,
-)
+from hpc_elastic.run import agent_events
+from hpc_elastic.run import coordinator_events as coordinator
+from hpc_elastic.run.agent_events import HealthCheckFailed, RankStack, RankState, SharedThreadStack
 from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import shown_in_job_log
@@ -205,7 +179,7 @@ class RoundWorkers:
 
 def log_stopped(site: AgentSite, group: LocalWorkers, result: Stopped) -> None:
     site.events.write(
-        WorkersStopped(
+        agent_events.WorkersStopped(
             round=group.round,
             seconds=round(result.seconds, 3),
             killed=result.killed,
@@ -230,25 +204,27 @@ def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str])
     events.write(event)
     what = name_of(event).replace("_", " ")
     match event:
-        case NodeMissing():
+        case coordinator.NodeMissing():
             logger.warning("node %s has not joined: the round starts without it", _name(nodes, event.node))
-        case NodeLost() | SpareLost():
+        case coordinator.NodeLost() | coordinator.SpareLost():
             why = f": {event.reason}" if event.age >= 1 else ""
             logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), why)
-        case RunClosed():  # the report says of which failure
+        case coordinator.RunClosed():  # the report says of which failure
             logger.info("%s (round %s): %s", what, event.round, event.reason.partition(": rank ")[0])
-        case RoundOpened() | CoordinatorChanged() | NodesWaiting() | NodesAsked():
+        case coordinator.RoundOpened() | coordinator.CoordinatorChanged():
             logger.info("%s (round %s): %s", what, event.round, event.reason)
-        case LinkLost():
+        case coordinator.NodesWaiting() | coordinator.NodesAsked():
+            logger.info("%s (round %s): %s", what, event.round, event.reason)
+        case coordinator.LinkLost():
             logger.warning("%s: %s", event.host or f"node {event.node}", event.reason)
-        case SignalHeard() | NoticeGiven() | StepAgreed():
+        case coordinator.SignalHeard() | coordinator.NoticeGiven() | coordinator.StepAgreed():
             logger.info("%s", event.reason)
-        case NodeLeft():
+        case coordinator.NodeLeft():
             logger.warning("node %s left: %s", event.host or event.node, event.reason)
-        case NodeReplaced():
+        case coordinator.NodeReplaced():
             come, gone = event.host or event.node, event.replaces_host or event.replaces_node
             logger.warning("%s took the place of %s (node %s of the round)", come, gone, event.group_rank)
-        case RoundFrozen() if event.reason.startswith("restart"):
+        case coordinator.RoundFrozen() if event.reason.startswith("restart"):
             logger.info("%s", event.reason)  # "restart 1 of 3 (2 left) after: …"
 
 
@@ -260,7 +236,7 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
     layout = facts.layout
     ranks = tuple(layout.global_ranks)
     events.write(
-        RoundFinal(
+        agent_events.RoundFinal(
             round=facts.round,
             group_rank=layout.group_rank,
             group_world_size=layout.group_world_size,
@@ -289,12 +265,12 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
 
 def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
     for check, text in verdict.warnings.items():
-        events.write(HealthWarning(check=check, reason=text))
+        events.write(agent_events.HealthWarning(check=check, reason=text))
         logger.warning("%s", text)
     for text in verdict.notes:
         logger.info("%s", text)
     if verdict.is_usage:
-        events.write(StartRefused(reason=verdict.reason))
+        events.write(agent_events.StartRefused(reason=verdict.reason))
         logger.error("%s", verdict.reason)
     elif not verdict.is_healthy:
         events.write(HealthCheckFailed(round=round_index, checks=tuple(verdict.checks), reason=verdict.reason))
@@ -309,7 +285,7 @@ def log_stacks(
     main = [(rank, found.main) for rank, found in sorted(stacks.items()) if found.main]
     others = [(rank, thread) for rank in sorted(stacks) for thread in dict.fromkeys(stacks[rank].others)]
     events.write(
-        StacksTaken(
+        agent_events.StacksTaken(
             round=round_index,
             groups=tuple(RankStack(ranks=ranks, stack=stack) for ranks, stack in fold_ranks(main)[:_STACK_GROUPS]),
             threads=tuple(
@@ -400,7 +376,7 @@ class ClockOffsetLog:
             if is_news(sample, self._logged[reference]):
                 self._logged[reference] = sample
                 self._events.write(
-                    ClockCompared(
+                    agent_events.ClockCompared(
                         reference=node_of(reference),
                         offset_ns=offset.offset_ns,
                         bound_ns=offset.bound_ns,

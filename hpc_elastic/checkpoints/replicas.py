@@ -21,20 +21,8 @@ from msgspec import Struct
 from hpc_elastic.base.codec import UnreadableRecordError, dumps, loads
 from hpc_elastic.base.digests import Mac
 from hpc_elastic.base.files import ask_about
-from hpc_elastic.checkpoints.layout import (
-    COPY,
-    REPLICA,
-    WHOLE,
-    NodePart,
-    Saving,
-    bytes_in,
-    files_of,
-    names_in,
-    parts_in,
-    remove,
-    targets_in,
-    walk,
-)
+from hpc_elastic.checkpoints import layout
+from hpc_elastic.checkpoints.layout import COPY, REPLICA, WHOLE, NodePart, Saving
 from hpc_elastic.errors import describe_error
 
 logger = logging.getLogger(__name__)
@@ -134,11 +122,11 @@ class ReplicaServer:
         incoming = self._local / f".incoming-{name}"
         files = [(_checked(path), length) for path, length in header.files]
         size = sum(length for _, length in files)
-        if bytes_in(self._local) + size > self._room:
+        if layout.bytes_in(self._local) + size > self._room:
             channel.send(b"there is no room for it")
             return
         channel.send(b"")
-        remove(incoming)
+        layout.remove(incoming)
         folder = incoming / f"step-{header.part.saving.step}"
         folder.mkdir(mode=0o700, parents=True)
         try:
@@ -153,10 +141,10 @@ class ReplicaServer:
                         file.write(data)
                         length -= len(data)
             (incoming / "owner").write_text(header.owner)
-            remove(self._local / name)  # the same, where its sender died before it noted the answer
+            layout.remove(self._local / name)  # the same, where its sender died before it noted the answer
             os.rename(incoming, self._local / name)
         except OSError as error:
-            remove(incoming)
+            layout.remove(incoming)
             channel.send(describe_error(error).encode()[:1000])
             raise
         channel.send(b"")
@@ -165,7 +153,7 @@ class ReplicaServer:
 def send_part(address: str, secret: bytes, part: NodePart, *, owner: str, folder: Path) -> None:
     """Send a whole part to a neighbour. Raises OSError: it is not there, or does not take it."""
     host, _, port = address.rpartition(":")
-    names = list(walk(folder))
+    names = list(layout.walk(folder))
     files = [(name, (folder / name).stat().st_size) for name in names]
     with socket.create_connection((host, int(port)), timeout=_HELLO_SECONDS) as connection:
         channel = Channel(connection, Mac(secret), is_server=False)
@@ -193,12 +181,12 @@ class Replicator:
 
     def tick(self, index: int) -> None:
         """Do what can be done now. Raises OSError: the shared filesystem refuses."""
-        whole = [part for part in parts_in(self._local, WHOLE) if part.index == index]
+        whole = [part for part in layout.parts_in(self._local, WHOLE) if part.index == index]
         if not whole or self._finished == (index, whole[-1].saving):
             return
         newest = whole[-1].saving
         ask_about(self._shared)
-        named = targets_in(self._shared, self._run_uid, prefix=REPLICA)
+        named = layout.targets_in(self._shared, self._run_uid, prefix=REPLICA)
         if index == 0:
             named = self._name_next(named, newest)
         for part in whole:
@@ -207,25 +195,25 @@ class Replicator:
             if part.saving not in named or mark.exists():
                 continue
             try:
-                self._send(part, files_of(part, WHOLE, self._local))
+                self._send(part, layout.files_of(part, WHOLE, self._local))
             except OSError as error:  # the others go on: this node's part alone has no copy
                 logger.warning("step %d was not replicated: %s", part.saving.step, error)
             try:
                 mark.touch()
             except FileNotFoundError:
                 pass  # a newer one has been named meanwhile
-        marks = names_in(self._folder(newest))
+        marks = layout.names_in(self._folder(newest))
         is_alone = index != 0 or (named == [newest] and len(marks) >= newest.count)
         if is_alone and f"part-{index:05d}" in marks:
             self._finished = index, newest
 
     def _name_next(self, named: list[Saving], newest: Saving) -> list[Saving]:
-        done = [saving for saving in named if len(names_in(self._folder(saving))) >= saving.count]
+        done = [saving for saving in named if len(layout.names_in(self._folder(saving))) >= saving.count]
         open_ones = [one for one in named if one not in done and one.is_of_round_of(newest)]
         kept = [*open_ones, *done[-1:]]
         for saving in named:
             if saving not in kept:
-                remove(self._folder(saving))
+                layout.remove(self._folder(saving))
         if not open_ones and newest not in named:
             self._folder(newest).mkdir(parents=True, exist_ok=True)
             kept.append(newest)

@@ -14,17 +14,8 @@ from types import TracebackType
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.text import size_text
-from hpc_elastic.checkpoints.layout import (
-    DIRTY,
-    START_VARIABLE,
-    WHOLE,
-    Start,
-    bytes_in,
-    files_of,
-    parts_in,
-    remove,
-    walk,
-)
+from hpc_elastic.checkpoints import layout
+from hpc_elastic.checkpoints.layout import DIRTY, WHOLE, Start
 from hpc_elastic.worker_api.heartbeat import section
 
 ROOM_SECONDS = 60.0
@@ -72,7 +63,7 @@ class checkpoint_dir:
             self._final = self._into / f"step-{self._step}"
             self._into.mkdir(parents=True, exist_ok=True)
             if self._ranks == 1:
-                remove(self._dirty)
+                layout.remove(self._dirty)
         folder = self._dirty / f"step-{self._step}"
         self._dirty.mkdir(mode=0o700, exist_ok=True)
         for how in ("left", "failed"):
@@ -89,7 +80,7 @@ class checkpoint_dir:
         is_plain = start is None
         deadline = time.monotonic() + PEERS_SECONDS
         try:
-            size, room = (bytes_in(self._dirty), start.room) if start is not None else (0, 0)
+            size, room = (layout.bytes_in(self._dirty), start.room) if start is not None else (0, 0)
             self._mark("left" if kind is None and size <= room else "failed").touch(mode=0o600)
             while not settle(self._dirty, self._final, self._ranks, replaces=is_plain):
                 if not is_plain or self._rank or kind is not None:
@@ -127,7 +118,7 @@ def settle(dirty: Path, final: Path, ranks: int, *, replaces: bool = False) -> b
     elif is_whole and not final.exists():
         os.rename(dirty, final)
         return True
-    remove(dirty)
+    layout.remove(dirty)
     return True
 
 
@@ -166,7 +157,7 @@ def node_folder(name: str) -> Path | None:
 
 def move_files(source: Path, target: Path) -> None:
     """Move what is there; other ranks may be writing to their own files, or moving them. Both on one filesystem."""
-    for name in walk(source) if source.is_dir() else ():
+    for name in layout.walk(source) if source.is_dir() else ():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.rename(source / name, target / name)
@@ -175,7 +166,7 @@ def move_files(source: Path, target: Path) -> None:
 
 
 def read_start() -> Start | None:
-    path = os.environ.get(START_VARIABLE)
+    path = os.environ.get(layout.START_VARIABLE)
     return _read_start(path) if path else None
 
 
@@ -193,8 +184,11 @@ def _await_room(local: Path, room: int) -> None:
     """
     deadline = time.monotonic() + ROOM_SECONDS
     while True:
-        sizes = [bytes_in(files_of(part, state, local)) for part, state in parts_in(local, WHOLE).items()]
-        if not sizes or (used := bytes_in(local)) + sizes[-1] <= room:
+        sizes = [
+            layout.bytes_in(layout.files_of(part, state, local))
+            for part, state in layout.parts_in(local, WHOLE).items()
+        ]
+        if not sizes or (used := layout.bytes_in(local)) + sizes[-1] <= room:
             return
         if 2 * sizes[-1] > room or time.monotonic() > deadline:
             raise _no_room(local, f"another one of {size_text(sizes[-1])} beside {size_text(used)}", room)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from hpc_elastic.agent import health_checks
-from hpc_elastic.agent.health import HealthPlan, RoomFacts, SharedFacts
+from hpc_elastic.agent import health, health_checks
+from hpc_elastic.agent.health import RoomFacts, SharedFacts
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import SystemClock
@@ -35,18 +36,16 @@ def answers() -> Iterator[threading.Event]:
 
 def make(tmp_path: Path, command: str = "", *, seconds: float = 10.0, **limits: float) -> HealthChecks:
     site = HealthSite(
+        limits={Check(name): limit for name, limit in limits.items()},
+        command=("sh", "-c", command) if command else (),
+        command_seconds=seconds,
         environ={**os.environ, "TMPDIR": str(tmp_path)},
         cwd=str(tmp_path),
         probe=tmp_path / "health" / "node-0",
         addresses=("10.0.0.1",),
         inherited=Inherited(umask=0o022, core_limit=(0, 0), subreaper=False),
     )
-    plan = HealthPlan(
-        limits={Check(name): limit for name, limit in limits.items()},
-        command=("sh", "-c", command) if command else (),
-        command_seconds=seconds,
-    )
-    return HealthChecks(plan, site, clock=SystemClock())
+    return HealthChecks(site, clock=SystemClock())
 
 
 def answer(checks: HealthChecks, last_round: int = -1) -> HealthVerdict:
@@ -76,7 +75,7 @@ def test_a_dead_mount_is_a_reason_and_the_others_answers_are_kept(
         answers.wait(PATIENCE)
         return SharedFacts(path=str(path))
 
-    monkeypatch.setattr(health_checks, "measure_shared", hang)
+    monkeypatch.setattr(health, "measure_shared", hang)
     checks = make(tmp_path, shared=0.3, tmp=1)
     verdict = answer(checks)
     where = f"the run directory's filesystem ({tmp_path / 'health'})"
@@ -96,13 +95,14 @@ def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> No
     facts = run_stand_in(
         """
         import pathlib, tempfile
-        from hpc_elastic.agent.health import Check, HealthPlan
+        from hpc_elastic.run.health_limits import Check
         from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
         from hpc_elastic.base.loop import wait_readable
         probe = pathlib.Path(tempfile.mkdtemp()) / "health" / "node-0"
         checks = HealthChecks(
-            HealthPlan(limits={Check.SHARED: 10.0, Check.MEMORY: 1, Check.CLOCK: 60}),
-            HealthSite(environ=dict(os.environ), probe=probe, inherited=inherited), clock=clock)
+            HealthSite(
+                limits={Check.SHARED: 10.0, Check.MEMORY: 1, Check.CLOCK: 60},
+                environ=dict(os.environ), probe=probe, inherited=inherited), clock=clock)
         def verdict():
             checks.on_join(-1)
             wait_readable(checks.watched(), 20)
@@ -136,13 +136,13 @@ def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> No
 def test_a_clock_that_can_t_be_compared_is_no_reason(
     tmp_path: Path, answers: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health_checks, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(health, "CHECK_SECONDS", 0.2)
 
     def hang(path: Path, clock: object) -> SharedFacts:
         answers.wait(PATIENCE)
         return SharedFacts(path=str(path))
 
-    monkeypatch.setattr(health_checks, "measure_shared", hang)
+    monkeypatch.setattr(health, "measure_shared", hang)
     assert answer(make(tmp_path, clock=60)).is_healthy
 
 
@@ -154,7 +154,7 @@ def test_a_lack_that_passes_is_looked_at_again(tmp_path: Path, monkeypatch: pyte
         looks.append(path)
         return RoomFacts(path=path, free=0 if len(looks) == 1 else 100)
 
-    monkeypatch.setattr(health_checks, "measure_room", room)
+    monkeypatch.setattr(health, "measure_room", room)
     assert answer(make(tmp_path, tmp=50)).is_healthy
     assert looks == [str(tmp_path)] * 2
     looks.clear()
@@ -182,7 +182,7 @@ def test_a_defect_of_a_check_is_no_fault_of_the_node(tmp_path: Path, monkeypatch
     def broken(path: str) -> RoomFacts:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr(health_checks, "measure_room", broken)
+    monkeypatch.setattr(health, "measure_room", broken)
     verdict = answer(make(tmp_path, tmp=50))
     assert verdict.is_healthy
     assert "oops" in verdict.warnings["tmp"]
@@ -190,7 +190,7 @@ def test_a_defect_of_a_check_is_no_fault_of_the_node(tmp_path: Path, monkeypatch
 
 def test_a_warning_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        health_checks, "measure_shared", lambda path, clock: SharedFacts(path="/s", error="full", is_full=True)
+        health, "measure_shared", lambda path, clock: SharedFacts(path="/s", error="full", is_full=True)
     )
     checks = make(tmp_path, shared=5)
     assert answer(checks).warnings == {"shared": "/s is full: full"}
@@ -214,7 +214,7 @@ def test_a_script_s_answer(tmp_path: Path, command: str, reason: str) -> None:
 
 def test_a_script_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
     checks = make(tmp_path)
-    checks._plan = HealthPlan(command=("/no/such/check",))
+    checks._site = replace(checks._site, command=("/no/such/check",))
     assert "/no/such/check" in answer(checks).reason
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.health import GpuDevice, GpuFacts, HealthPlan
+from hpc_elastic.agent.health import GpuDevice, GpuFacts
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.agent.part import HealthVerdict
@@ -77,8 +77,8 @@ def test_the_workers_of_a_machine_are_its_gpus(libraries: dict[str, str]) -> Non
 
 def verdict_of(library: str, *, given: int, seconds: float = 30.0, **environ: str) -> HealthVerdict:
     checks = HealthChecks(
-        HealthPlan(limits={Check.GPU: 1}),
         HealthSite(
+            limits={Check.GPU: 1},
             environ={**os.environ, "LD_LIBRARY_PATH": library, **environ},
             inherited=Inherited(umask=0o077, core_limit=(0, 0), subreaper=False),
             gpus_given=given,
@@ -100,7 +100,7 @@ def test_a_node_with_a_broken_gpu_is_unfit(libraries: dict[str, str], monkeypatc
     bad = verdict_of(library, given=3, FAKE_NVML="0:;1:;2:ecc=3")
     assert bad.reason == "health check failed: GPU 2 has 3 uncorrectable ECC errors"
     assert verdict_of(library, given=0, FAKE_NVML="0:ecc=3").is_healthy
-    monkeypatch.setattr("hpc_elastic.agent.health_checks.GPU_SECONDS", 0.5)
+    monkeypatch.setattr("hpc_elastic.agent.health.GPU_SECONDS", 0.5)
     hung = verdict_of(library, given=1, FAKE_NVML="0:", FAKE_NVML_INIT="hang")
     assert hung.reason == "health check failed: NVML has not answered for 0.5 s"
 
@@ -159,9 +159,11 @@ class Rounds:
         state.write_text("0:used=300")
         environ = {**os.environ, "LD_LIBRARY_PATH": library, "FAKE_NVML_FILE": str(state), **RUN_TAG}
         self.checks = HealthChecks(
-            HealthPlan(limits={Check.GPU: 1, Check.GPU_MEMORY: 50} if limits is None else limits),
             HealthSite(
-                environ=environ, inherited=Inherited(umask=0o077, core_limit=(0, 0), subreaper=False), gpus_given=1
+                limits={Check.GPU: 1, Check.GPU_MEMORY: 50} if limits is None else limits,
+                environ=environ,
+                inherited=Inherited(umask=0o077, core_limit=(0, 0), subreaper=False),
+                gpus_given=1,
             ),
             clock=SystemClock(),
         )
