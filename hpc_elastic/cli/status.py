@@ -22,7 +22,7 @@ from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import LAST_HELP, RUN_PARAMETERS
 from hpc_elastic.cli.screen import is_terminal, output_failed, print_note, width_for
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
+from hpc_elastic.launch.job_watch import nodes_differ
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status, with_slurms_log
 from hpc_elastic.output.terminal import one_line
@@ -205,7 +205,7 @@ def status_lines(
     if status.bad_nodes:
         put("left out", names_text(status.bad_nodes))
     if differ := _differ(status, job):
-        put("differs", str(differ))
+        put("differs", differ)
     if status.waiting:
         put("waiting", f"{status.waiting} nodes that want to join")
     if status.opened_because:
@@ -252,7 +252,7 @@ def status_json(
         nodes = list(job.nodes)
         slurm = {"state": job.state, "reason": job.reason, "nodes": nodes, "seconds_left": seconds_left}
         if differ := _differ(status, job):
-            slurm["differs"] = str(differ)
+            slurm["differs"] = differ
     shown = {"version": JSON_VERSION, **to_builtins(status), "state": status.state.value, "slurm": slurm}
     if goodput is None:
         return shown
@@ -261,10 +261,10 @@ def status_json(
     return {**shown, "goodput": goodput_json(goodput)}
 
 
-def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:
+def _differ(status: RunStatus, job: JobState | None) -> str:
     if job is None or job.phase is not JobPhase.RUNNING or status.state is RunState.ENDED:
-        return NodesDiffer()
-    return nodes_differ(used=status.members, lost=status.lost, job=job.nodes)
+        return ""
+    return nodes_differ(used=status.members, lost=status.lost, job=job.nodes).reason
 
 
 def duration(seconds: float) -> str:

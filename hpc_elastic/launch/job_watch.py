@@ -135,29 +135,13 @@ class ControllerOutage:
             self.since = None
 
 
-class NodesDiffer(Struct, frozen=True, kw_only=True):
-    taken: tuple[str, ...] = ()
-    """The run uses them, and Slurm no longer lists them."""
-    kept: tuple[str, ...] = ()
-    """The run has lost them, and Slurm lists them."""
-
-    def __bool__(self) -> bool:
-        return bool(self.taken or self.kept)
-
-    def __str__(self) -> str:
-        parts = [f"{compress(self.taken)} not in the job any more by Slurm, and the run uses it"] if self.taken else []
-        parts += [f"{compress(self.kept)} lost to the run, and in the job by Slurm"] if self.kept else []
-        return "; ".join(parts)
-
-
-def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[str]) -> NodesDiffer:
+def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[str]) -> NodesCompared:
     """An empty `job`, Slurm's list, means unknown."""
-    if not job:
-        return NodesDiffer()
-    return NodesDiffer(
-        taken=tuple(node for node in used if node not in job),
-        kept=tuple(node for node in lost if node in job and node not in used),
-    )
+    taken = tuple(node for node in used if node not in job) if job else ()
+    kept = tuple(node for node in lost if node in job and node not in used)
+    parts = [f"{compress(taken)} not in the job any more by Slurm, and the run uses it"] if taken else []
+    parts += [f"{compress(kept)} lost to the run, and in the job by Slurm"] if kept else []
+    return NodesCompared(taken=taken, kept=kept, reason="; ".join(parts))
 
 
 class JobWatch:
@@ -169,7 +153,7 @@ class JobWatch:
         self._clock = clock
         self._look_at = clock.monotonic() + LOOK_SECONDS
         self._lost: Sequence[str] = ()
-        self._differ = NodesDiffer()
+        self._differ = NodesCompared()
 
     def fileno(self) -> int:
         return self._question.fileno()
@@ -195,10 +179,13 @@ class JobWatch:
             if used is not None:
                 self._report(nodes_differ(used=used, lost=lost, job=answer))
 
-    def _report(self, differ: NodesDiffer) -> None:
+    def _report(self, differ: NodesCompared) -> None:
         if differ == self._differ:
             return
         self._differ = differ
-        reason = str(differ) or "Slurm and the run agree about the job's nodes again"
-        (logger.warning if differ else logger.info)("%s%s", "Slurm and the run disagree: " if differ else "", reason)
-        self._events.write(NodesCompared(taken=differ.taken, kept=differ.kept, reason=reason))
+        if differ.reason:
+            logger.warning("Slurm and the run disagree: %s", differ.reason)
+        else:
+            differ = NodesCompared(reason="Slurm and the run agree about the job's nodes again")
+            logger.info("%s", differ.reason)
+        self._events.write(differ)

@@ -12,13 +12,13 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec import Struct, field
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.base.host_lock import host_lock
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.slurm.notation import compress
 
@@ -70,6 +70,27 @@ def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, s
 def _in_use(nodes: Sequence[str], taken: Mapping[str, str]) -> str:
     runs = ", ".join(dict.fromkeys(taken[node] or "another run" for node in nodes))
     return f"{compress(nodes)} of this allocation in use by {runs}"
+
+
+@contextmanager
+def host_lock(path: Path, *, seconds: float) -> Iterator[bool]:
+    """Hold a lock file while the body runs; yields whether it is held, after waiting for `seconds` at most.
+
+    The file is on a filesystem of this host, in a private folder. The kernel releases the lock when the process ends,
+    however that ends. Programs that the body starts do not inherit it.
+    """
+    from filelock import UnixFileLock  # 40 ms: only where a lock is taken
+
+    # No other argument: Debian 12 has 3.9, which knows none. The folder is private, and local filesystems have flock.
+    lock = UnixFileLock(path, timeout=seconds)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:  # filelock's Timeout is an OSError
+        logger.warning("going on without the lock %s: %s", path, error)
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 class NodeClaims(Struct):

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.host_lock import host_lock
 from hpc_elastic.launch import node_claims
-from hpc_elastic.launch.node_claims import NodeWish, open_claims
+from hpc_elastic.launch.node_claims import NodeWish, host_lock, open_claims
 
 FORK = multiprocessing.get_context("fork")
 DEADLINE_SECONDS = 60

@@ -14,38 +14,36 @@ from hpc_elastic.launch.job_watch import (
     SOON_SECONDS,
     ControllerOutage,
     JobWatch,
-    NodesDiffer,
     nodes_differ,
 )
+from hpc_elastic.run.supervisor_events import NodesCompared
 from hpc_elastic.slurm.client import CommandResult, SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
 from tests.rigs.event_pairs import log_into_dicts
 from tests.rigs.fake_clock import FakeClock
 
+TAKEN = "not in the job any more by Slurm, and the run uses it"
+KEPT = "lost to the run, and in the job by Slurm"
 AWAY = SlurmUnavailableError(what="looking up jobs", why="Unable to contact slurm controller")
 
 
 @pytest.mark.parametrize(
     ("used", "lost", "job", "differ"),
     [
-        (["n1", "n2"], [], ["n1", "n2", "n3"], NodesDiffer()),
-        (["n1", "n2"], [], [], NodesDiffer()),
-        (["n1", "n2", "n3"], [], ["n1"], NodesDiffer(taken=("n2", "n3"))),
-        (["n1"], ["n2", "n3"], ["n1", "n3"], NodesDiffer(kept=("n3",))),
-        (["n1", "n4"], ["n3"], ["n1", "n3"], NodesDiffer(taken=("n4",), kept=("n3",))),
-        (["n1", "n3"], ["n3"], ["n1", "n3"], NodesDiffer()),  # back already
+        (["n1", "n2"], [], ["n1", "n2", "n3"], NodesCompared()),
+        (["n1", "n2"], [], [], NodesCompared()),
+        (["n1", "n3"], ["n3"], ["n1", "n3"], NodesCompared()),  # back already
+        (["n1", "n2", "n3"], [], ["n1"], NodesCompared(taken=("n2", "n3"), reason=f"n[2-3] {TAKEN}")),
+        (["n1"], ["n2", "n3"], ["n1", "n3"], NodesCompared(kept=("n3",), reason=f"n3 {KEPT}")),
+        (
+            ["n1", "n4"], ["n3"], ["n1", "n3"],
+            NodesCompared(taken=("n4",), kept=("n3",), reason=f"n4 {TAKEN}; n3 {KEPT}"),
+        ),
     ],
-)
-def test_about_which_nodes_they_disagree(used: list[str], lost: list[str], job: list[str], differ: NodesDiffer) -> None:
+)  # fmt: skip
+def test_about_which_nodes_they_disagree(used: list[str], lost: list[str], job: list[str], differ: object) -> None:
     assert nodes_differ(used=used, lost=lost, job=job) == differ
-
-
-def test_in_words() -> None:
-    assert str(NodesDiffer()) == ""
-    assert str(NodesDiffer(taken=("n2", "n3"), kept=("n4",))) == (
-        "n[2-3] not in the job any more by Slurm, and the run uses it; n4 lost to the run, and in the job by Slurm"
-    )
 
 
 class World:
