@@ -16,18 +16,8 @@ class SlurmError(HpcElasticError):
 
     template = "{what}: {why}"
 
-    def __init__(
-        self,
-        *,
-        what: str,
-        why: str,
-        argv: tuple[str, ...] = (),
-        rc: int | None = None,
-        stdout: str = "",
-        stderr: str = "",
-        **more: Any,
-    ) -> None:
-        super().__init__(what=what, why=why, argv=argv, rc=rc, stdout=stdout, stderr=stderr, **more)
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(**{"argv": (), "rc": None, "stdout": "", "stderr": "", **facts})
 
 
 class SlurmMissingError(SlurmError):

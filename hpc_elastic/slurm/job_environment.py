@@ -69,7 +69,7 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
             job_id=reader.job_id("SLURM_JOB_ID", "SLURM_JOBID"),
             array_job_id=reader.optional_id("SLURM_ARRAY_JOB_ID"),
             array_task_id=reader.optional_id("SLURM_ARRAY_TASK_ID"),
-            restart_count=reader.number("SLURM_RESTART_COUNT", default=0) or 0,
+            restart_count=reader.number("SLURM_RESTART_COUNT") or 0,
             cluster=reader.text("SLURM_CLUSTER_NAME"),
             nodes=_job_nodes(reader),
             node=reader.text("SLURMD_NODENAME"),
@@ -124,14 +124,8 @@ class _Reader:
         found = self.find(*names)
         return None if found is None or found[1] == "(null)" else found[1]
 
-    def number(self, *names: str, default: int | None = None) -> int | None:
-        found = self.find(*names)
-        if found is None:
-            return default
-        name, value = found
-        if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) < _MAX_NUMBER):
-            raise JobEnvironmentError(name, value, "is not a number")
-        return int(value)
+    def number(self, *names: str) -> int | None:
+        return self.parsed(_whole, *names)
 
     def need_number(self, *names: str) -> int:
         value = self.number(*names)
@@ -153,30 +147,28 @@ class _Reader:
             raise JobEnvironmentError(names[0], "0", "is not a job's id")
         return str(value)
 
-    def nodes(self, *names: str) -> tuple[str, ...] | None:
-        found = self.find(*names)
-        if found is None:
-            return None
-        name, value = found
-        try:
-            return expand(value)
-        except HostlistError as error:
-            raise JobEnvironmentError(name, value, f"is not a list of hosts: {error.why}") from None
-
     def parsed(self, parse: Callable[[str], T], *names: str) -> T | None:
         found = self.find(*names)
         if found is None:
             return None
         try:
             return parse(found[1])
+        except HostlistError as error:
+            raise JobEnvironmentError(*found, f"is not a list of hosts: {error.why}") from None
         except ValueError as error:
-            raise JobEnvironmentError(found[0], found[1], str(error)) from None
+            raise JobEnvironmentError(*found, str(error)) from None
 
     def devices(self, *names: str) -> int | None:
         for name in names:
             if name in self._env:  # set but empty means: none
                 return device_count(self._env[name])
         return None
+
+
+def _whole(value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) < _MAX_NUMBER):
+        raise ValueError("is not a number")
+    return int(value)
 
 
 def _in_task(reader: _Reader) -> bool:
@@ -195,7 +187,7 @@ def _in_task(reader: _Reader) -> bool:
         raise JobEnvironmentError(name, value, "is not a number") from None
     if not 0 <= step < 0xFFFFFFF0:
         return False
-    nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
+    nodes = reader.parsed(expand, "SLURM_STEP_NODELIST") or ()
     return (
         reader.text("SLURMD_NODENAME") in nodes
         and set(nodes) <= set(_job_nodes(reader))
@@ -210,7 +202,7 @@ def _in_task(reader: _Reader) -> bool:
 
 
 def _job_nodes(reader: _Reader) -> tuple[str, ...]:
-    listed = reader.nodes("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    listed = reader.parsed(expand, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if not listed:
         raise JobEnvironmentError(
             "SLURM_JOB_NODELIST",
@@ -228,7 +220,7 @@ def _job_nodes(reader: _Reader) -> tuple[str, ...]:
 def _task_facts(reader: _Reader) -> TaskFacts:
     return TaskFacts(
         step_id=reader.need_number("SLURM_STEP_ID", "SLURM_STEPID"),
-        step_nodes=reader.nodes("SLURM_STEP_NODELIST") or (),
+        step_nodes=reader.parsed(expand, "SLURM_STEP_NODELIST") or (),
         procid=reader.need_number("SLURM_PROCID"),
         num_tasks=reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         tasks_per_node=reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or (),
