@@ -11,12 +11,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.hook_options import current_directory
 from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import Option, Parsed, nearest, texts_of
-from hpc_elastic.options.worker_options import removal
+from hpc_elastic.options.worker_options import current_directory, removal
 
 GENERIC = (
     "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",
@@ -32,6 +31,7 @@ _SYNONYMS = {
     "grace": "signal_delay_s",
     "num_gpus": "gpus_per_node",
 }
+_GIVEN_AS = {"ntasks_per_node": "nproc_per_node", "signal_delay_s": "grace", "gpus_per_task": "gpus_per_node"}
 _AS_SBATCH_ARGUMENT = ("cpus_per_gpu", "mem_per_gpu", "mem_per_cpu", "wckey")
 _OWN = (
     "min_nodes", "ntasks_per_node", "signal_delay_s", "gpus_per_task", "array_parallelism", "setup", "teardown",
@@ -134,22 +134,16 @@ def _options(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
     tasks = found.get("ntasks_per_node", 1)
     per_task = max(1, tasks) if isinstance(tasks, int) else 1
     for name, value in found.items():
-        if name in ("min_nodes", "nodes"):
-            continue
-        if name == "ntasks_per_node":
-            yield name, _OPTION_OF["nproc_per_node"], max(1, value) if isinstance(value, int) else value
-        elif name == "signal_delay_s":
-            yield name, _OPTION_OF["grace"], value
+        if name in _AS_SBATCH_ARGUMENT:
+            yield name, _OPTION_OF["sbatch_args"], [f"--{name.replace('_', '-')}={value}"]
         elif name == "time":
             yield name, _OPTION_OF["time"], _minutes(value)
-        elif name == "cpus_per_task":  # submitit's tasks are our workers; Slurm's task is an agent, one on each node
-            yield name, _OPTION_OF["cpus_per_task"], value * per_task if isinstance(value, int) else value
-        elif name == "gpus_per_task":
-            yield name, _OPTION_OF["gpus_per_node"], value * per_task if isinstance(value, int) else value
-        elif name in _AS_SBATCH_ARGUMENT:
-            yield name, _OPTION_OF["sbatch_args"], [f"--{name.replace('_', '-')}={value}"]
-        elif name in _OPTION_OF and name not in _NOT_HERE:
-            yield name, _OPTION_OF[name], value
+        elif name in _GIVEN_AS or (name in _OPTION_OF and name not in {"nodes", *_NOT_HERE}):
+            if isinstance(value, int) and name in ("cpus_per_task", "gpus_per_task"):
+                value *= per_task  # submitit's tasks are our workers; Slurm's task is an agent, one on each node
+            elif isinstance(value, int) and name == "ntasks_per_node":
+                value = per_task
+            yield name, _OPTION_OF[_GIVEN_AS.get(name, name)], value
     nodes = _nodes(found)
     if nodes is not None:
         yield "nodes", _OPTION_OF["nodes"], nodes
@@ -189,21 +183,15 @@ def _nodes(found: Mapping[str, Any]) -> str | None:
 def _texts(name: str, option: Option, value: Any) -> tuple[str, ...]:
     if option.dest == "requeue" and isinstance(value, bool):
         return ("1" if value else "0",)
-    if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
-        if not option.repeatable:
-            value = _text(option.dest, value)
-    elif option.repeatable:
+    is_many = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
+    if option.repeatable and not is_many:
         value = [str(value)]
+    elif isinstance(value, Mapping) and not option.repeatable:
+        mark = ":" if option.dest == "section_timeouts" else "="
+        value = ",".join(f"{key}{mark}{item}" for key, item in value.items())
+    elif is_many and not option.repeatable:
+        value = ",".join(map(str, value))
     return texts_of(option, value, called=name)
-
-
-def _text(dest: str, value: Any) -> str:
-    if isinstance(value, Mapping):
-        mark = ":" if dest == "section_timeouts" else "="
-        return ",".join(f"{key}{mark}{item}" for key, item in value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ",".join(map(str, value))
-    return str(value)
 
 
 def _minutes(value: Any) -> str:
