@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.option_values import GrowPolicy, rdzv_values
+from hpc_elastic.run.option_values import GrowPolicy, number_of
 
 
 class RendezvousSettings(Struct, frozen=True, kw_only=True):
@@ -56,6 +57,43 @@ class RendezvousSettings(Struct, frozen=True, kw_only=True):
         if not self.doorbell:
             return self.heartbeat_ttl
         return min(self.heartbeat_ttl, self.beat_silence + self.suspect_answer)
+
+
+_NOT_GIVEN = ("min_nodes", "max_nodes", "expected_nodes", "segment", "grow", "give_up")
+_KEYS = tuple(name for name in RendezvousSettings.__struct_fields__ if name not in _NOT_GIVEN)
+
+
+def parse_rdzv_conf(text: str, option: str) -> dict[str, float | bool]:
+    """Read ``timeout=900,doorbell=off``: fields of `RendezvousSettings`, whose values fit each other."""
+    conf: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not (equals and key and value):
+            raise UsageError(f"{option} {text}: {item!r} is not of the form key=value")
+        conf[key.strip()] = value.strip()
+    values = rdzv_values(conf, option)
+    settings_from_conf(values, RendezvousSettings())
+    return values
+
+
+def rdzv_values(conf: Mapping[str, str | float | bool], option: str = "--rdzv-conf") -> dict[str, float | bool]:
+    values: dict[str, float | bool] = {}
+    for key, text in conf.items():
+        if key not in _KEYS:
+            raise UsageError(f"{option}: unknown key {key!r}; it knows {', '.join(sorted(_KEYS))}")
+        if not isinstance(text, str):
+            values[key] = text
+        elif isinstance(getattr(RendezvousSettings(), key), bool):
+            if text.lower() not in ("on", "off", "true", "false", "1", "0"):
+                raise UsageError(f"{option} {key}={text}: give on or off")
+            values[key] = text.lower() in ("on", "true", "1")
+        else:
+            number = number_of(text)
+            if not 0 < number < 1e7:
+                way_out = "not a number of seconds" if math.isnan(number) else "give a positive number of seconds"
+                raise UsageError(f"{option} {key}={text}: {way_out}")
+            values[key] = number
+    return values
 
 
 def settings_from_conf(conf: Mapping[str, str | float | bool], base: RendezvousSettings) -> RendezvousSettings:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base.self_command import module_command
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options import hook_options, job_options, worker_options
-from hpc_elastic.options.hook_options import current_directory
+from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.sbatch import (
     IMPOSSIBLE,
     RELIED_ON,
@@ -30,11 +32,12 @@ from hpc_elastic.options.sbatch import (
 )
 from hpc_elastic.options.table import Option, Parsed
 from hpc_elastic.options.template import read_template
+from hpc_elastic.options.worker_options import current_directory
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR
 from hpc_elastic.run.option_values import BadNodeSettings, StartMethod, StreamChoice
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 
-ALL_OPTIONS = (*worker_options.OPTIONS, *hook_options.OPTIONS, *job_options.OPTIONS)
+ALL_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
 """The one table of the command line, the configuration files and the executor."""
 REFUSED: Mapping[str, str] = {
     **{name: why for name, why in {**RELIED_ON, **IMPOSSIBLE}.items() if not why.startswith("see sbatch")},
@@ -103,8 +106,6 @@ def build_spec(
     fields = spec_fields(parsed)
     if cluster == "local":
         if fields.get("nproc_per_node") in ("auto", "gpu", "cpu") and not env.get("SLURM_JOB_ID"):
-            from hpc_elastic.options.machine import workers_here
-
             fields["nproc_per_node"] = str(workers_here(fields["nproc_per_node"], env))
         _check_fits_here(parsed, nodes[1] + fields.get("spares", 0), fields.get("nproc_per_node", ""))
     site_disables_requeue = cluster == "slurm" and parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
@@ -175,6 +176,58 @@ def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
             f"{parsed.source('nproc_per_node', '')} {nproc}: {nodes * int(nproc)} workers on this one machine; "
             f"it takes at most {_MOST_LOCAL_WORKERS} (for more: Slurm, with hpc-elastic submit)"
         )
+
+
+_NVML_SECONDS = 20.0
+
+
+def workers_here(
+    asked: str,
+    env: Mapping[str, str],
+    *,
+    count_gpus: Callable[[Mapping[str, str]], int | None] | None = None,
+    devices: Path = Path("/dev"),
+) -> int:
+    """`count_gpus` returns None where the driver does not answer: its files in `devices` are counted then."""
+    cpus = len(os.sched_getaffinity(0))
+    if asked == "cpu":
+        return cpus
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    there = (count_gpus or _ask_nvml)(env)
+    if there is None:
+        there = len(list(devices.glob("nvidia[0-9]*")))
+    gpus = there if visible is None else _visible_of(visible, there)
+    if asked == "gpu" and gpus == 0:
+        seen = f"CUDA_VISIBLE_DEVICES={visible!r} leaves none of its {there}" if there else "NVML finds none"
+        raise UsageError(
+            f"--nproc-per-node gpu: this machine has no NVIDIA GPU for the workers ({seen}); "
+            "give the number of workers, or auto for one for each CPU"
+        )
+    return gpus or cpus
+
+
+def _visible_of(visible: str, there: int) -> int:
+    """CUDA stops at the first entry that it can't use."""
+    count = 0
+    for entry in visible.split(","):
+        name = entry.strip()
+        if (name.isdigit() and int(name[:9]) < there) or name.startswith(("GPU-", "MIG-")):
+            count += 1
+        else:
+            break
+    return min(count, there) if "MIG-" not in visible else count
+
+
+def _ask_nvml(env: Mapping[str, str]) -> int | None:
+    try:
+        ended = subprocess.run(
+            module_command("hpc_elastic.agent.health_gpu", "main"),
+            env=dict(env), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=_NVML_SECONDS, check=True,
+        )  # fmt: skip
+        facts = json.loads(ended.stdout)
+        return len(facts["devices"]) if facts["is_there"] and not facts["error"] else None
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+        return None
 
 
 def check_values(parsed: Parsed) -> None:

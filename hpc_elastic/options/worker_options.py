@@ -1,44 +1,45 @@
-"""torchrun's options, with torchrun's names and PET_* variables: how the workers run."""
+"""How the workers run: torchrun's options, with its names and PET_* variables, and the user's commands around them."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.options.rendezvous_settings import parse_rdzv_conf
 from hpc_elastic.options.sbatch import NO_HET_JOBS
 from hpc_elastic.options.table import Group, Option, Parsed, define
 from hpc_elastic.run.container import (
-    parse_container_args,
     parse_container_env,
     parse_container_image,
     parse_container_mounts,
     parse_container_workdir,
 )
 from hpc_elastic.run.health_limits import parse_health_checks
-from hpc_elastic.run.log_pieces import parse_bytes, parse_count, parse_size
+from hpc_elastic.run.log_pieces import parse_bytes, parse_size
 from hpc_elastic.run.option_values import (
     CheckpointRoom,
     GrowPolicy,
     NumaBinding,
+    command_like,
     one_of,
     parse_handled_signals,
-    parse_health_command,
     parse_local_ranks,
     parse_metrics,
     parse_modules,
     parse_nproc,
     parse_positive_seconds,
     parse_rank_ranges,
-    parse_rdzv_conf,
     parse_seconds,
     parse_section_timeouts,
     parse_signal,
     parse_start_method,
     parse_std_streams,
+    parse_words,
     whole,
 )
 from hpc_elastic.run.slow_ranks import OnSlowRank
@@ -50,12 +51,7 @@ _LAUNCHER = re.compile(r"torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|horov
 _SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|c|tc)?sh(?:\s|$)")
 
 _COUNT = whole(least=0, most=1_000_000)
-
-
-def _conf(text: str, option: str) -> dict[str, float | bool]:
-    values = parse_rdzv_conf(text, option)
-    settings_from_conf(values, RendezvousSettings())  # do they fit each other?
-    return values
+_PIECES = whole(least=2, most=1000, wanted="a whole number from 2 to 1000; the first and the last piece are kept")
 
 
 def parse_texts(text: str, option: str) -> tuple[str, ...]:
@@ -75,6 +71,40 @@ def parse_checkpoint_local(text: str, option: str) -> CheckpointRoom:
 
 def parse_checkpoint_dir(text: str, option: str) -> str:
     return os.path.abspath(os.path.expanduser(text))
+
+
+_LOOKS_LIKE_FILE = re.compile(r"[^\s;&|<>()$`'\"=]*(?:/[^\s;&|<>()$`'\"=]*|\.(?:ba)?sh)")
+
+
+def parse_setup(text: str, option: str) -> str:
+    path = os.path.join(current_directory(os.environ), os.path.expanduser(text))
+    if os.path.isfile(path):
+        if not os.access(path, os.R_OK):
+            raise UsageError(f"{option} {text}: the file can't be read")
+        return f"source {shlex.quote(os.path.normpath(path))}"
+    if _LOOKS_LIKE_FILE.fullmatch(text) and not os.access(path, os.X_OK):
+        raise UsageError(
+            f"{option} {text}: there is no such file; give one, or shell commands as in 'module load cuda'"
+        )
+    return text
+
+
+def current_directory(env: Mapping[str, str]) -> Path:
+    """This process' own: absolute, by the name that the shell uses, which is the one that all nodes know.
+
+    (A home may be mounted at another path on each host, with one symbolic link for people.)
+    """
+    here = env.get("PWD", "")
+    with suppress(OSError):
+        if here.startswith("/") and os.path.samefile(here, "."):
+            return Path(here)
+    return Path.cwd()
+
+
+def parse_notify(text: str, option: str) -> str:
+    if re.match(r"[a-z][a-z0-9+.-]*://", text) and not re.fullmatch(r"https?://[^\s/]+\S*", text):
+        raise UsageError(f"{option} {text}: give a command, or a URL that begins with http:// or https://")
+    return text
 
 
 OPTIONS = (
@@ -127,7 +157,8 @@ OPTIONS = (
     define(Group.HANGS, "--health-checks", metavar="NAME[=LIMIT],...|none", parse=parse_health_checks, in_spec=True,
         help="checks that a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, shared=SECONDS, "
         "clock=SECONDS, gpu=ERRORS, gpu-memory=SECONDS, link=SECONDS; default: all, with default limits (the default)"),
-    define(Group.HANGS, "--health-check", metavar="COMMAND", parse=parse_health_command, in_spec=True, executes=True,
+    define(Group.HANGS, "--health-check", metavar="COMMAND", parse=command_like("/path/check.sh --fast"), in_spec=True,
+        executes=True,
         help="your own check, run on each node before it joins a round; a node where it exits with another code than "
         "0 leaves the run"),
     define(Group.HANGS, "--health-check-timeout", metavar="SECONDS", parse=parse_positive_seconds, in_spec=True,
@@ -151,8 +182,7 @@ OPTIONS = (
         help="the workers' working directory inside (default: where the run was started)"),
     define(Group.CONTAINER, "--container-env", metavar="NAME,...", parse=parse_container_env, in_spec=True,
         help="variables that keep the host's value where the image has its own, such as PATH or LD_LIBRARY_PATH"),
-    define(Group.CONTAINER, "--container-args", metavar="'ARGS'", parse=parse_container_args, in_spec=True,
-        executes=True,
+    define(Group.CONTAINER, "--container-args", metavar="'ARGS'", parse=parse_words, in_spec=True, executes=True,
         help="further arguments of the runtime, before the image"),
     define(Group.WORKERS, "--role", metavar="NAME", env="PET_ROLE", in_spec=True,
         help="role of the workers (default: default)"),
@@ -169,10 +199,9 @@ OPTIONS = (
     define(Group.OUTPUT, "--job-log-ranks", metavar="RANKS", parse=parse_rank_ranges, in_spec=True,
         help="global ranks whose output goes to the job log, as in 0 or 0-3,8 (default: all)"),
     *(
-        Option(
-            group=Group.OUTPUT, names=(f"--duplicate-{stream}-filters",), dest=f"duplicate_{stream}_filters",
-            metavar="TEXTS", env=f"PET_DUPLICATE_{stream.upper()}_FILTERS",
-            parse=parse_texts, in_spec=True,
+        define(
+            Group.OUTPUT, f"--duplicate-{stream}-filters", metavar="TEXTS",
+            env=f"PET_DUPLICATE_{stream.upper()}_FILTERS", parse=parse_texts, in_spec=True,
             help=f"lines of a worker's {stream} in the job log with one of these texts go to filtered_{stream}.log "
             "beside its files, too, as in loss,nan (,, is a comma in a text)",
         )
@@ -180,7 +209,7 @@ OPTIONS = (
     ),
     define(Group.OUTPUT, "--log-max-size", metavar="SIZE", parse=parse_size, in_spec=True,
         help="rotate a worker's stdout.log and stderr.log at this size, as in 1G (default: never)"),
-    define(Group.OUTPUT, "--log-max-files", metavar="N", parse=parse_count, in_spec=True,
+    define(Group.OUTPUT, "--log-max-files", metavar="N", parse=_PIECES, in_spec=True,
         help="with --log-max-size: number of files to keep of each log, the first and the latest ones (default 5)"),
     define(Group.WORKERS, "--shutdown-timeout", metavar="SECONDS", env="PET_SHUTDOWN_TIMEOUT", parse=parse_seconds,
         in_spec=True,
@@ -188,7 +217,8 @@ OPTIONS = (
     define(Group.WORKERS, "--monitor-interval", metavar="SECONDS", env="PET_MONITOR_INTERVAL",
         parse=parse_positive_seconds, in_spec=True,
         help="poll interval; only a fallback, since workers are watched by events (default 5)"),
-    define(Group.NETWORK, "--rdzv-conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF", parse=_conf, in_spec=True,
+    define(Group.NETWORK, "--rdzv-conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF", parse=parse_rdzv_conf,
+        in_spec=True,
         help="rendezvous settings: timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, poll_interval, "
         "doorbell, grow_patience"),
     define(Group.NETWORK, "--master-addr", metavar="ADDRESS", env="PET_MASTER_ADDR", in_spec=True,
@@ -216,6 +246,24 @@ OPTIONS = (
     define(Group.WORKERS, "--preload", metavar="MODULES|auto", parse=parse_modules, in_spec=True,
         help="with --start-method forkserver: the modules, as in auto,mylib.models; auto (the default) is torch and "
         "what workers are seen to import of it, and of the installed libraries that the script imports first"),
+    define(Group.HOOKS, "--setup", metavar="FILE|COMMAND", parse=parse_setup, in_spec=True, file_or_command=True,
+        executes=True,
+        help="shell file or commands that make the workers' environment, as in 'module load cuda; conda activate "
+        "mine': sourced by bash once on each node, before the workers start (default: none)"),
+    define(Group.HOOKS, "--setup-timeout", metavar="SECONDS", parse=parse_positive_seconds, in_spec=True,
+        help="time limit of --setup (default 300)"),
+    define(Group.HOOKS, "--worker-prefix", metavar="'WORDS'", parse=command_like("numactl --interleave=all"),
+        in_spec=True, executes=True,
+        help="what stands before each worker's command, as in 'numactl --interleave=all' or 'nsys profile' (default: "
+        "nothing)"),
+    define(Group.HOOKS, "--after", metavar="COMMAND", in_spec=True, executes=True,
+        help="shell command that runs once on the batch host when the run has ended and is not requeued; the result "
+        "is in HPC_ELASTIC_OUTCOME, HPC_ELASTIC_EXIT_CODE and others"),
+    define(Group.HOOKS, "--hook-timeout", metavar="SECONDS", parse=parse_positive_seconds, in_spec=True,
+        help="time limit of --after (default 600)"),
+    define(Group.HOOKS, "--notify", metavar="COMMAND|URL", parse=parse_notify, in_spec=True, executes=True,
+        help="shell command that gets JSON as its input, or URL that it is posted to, at an attempt's first failure, "
+        "at hangs, requeues and the end; 10 seconds at most"),
 )  # fmt: skip
 
 _MEETING = "nodes find each other through files in the run directory"

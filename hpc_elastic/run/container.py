@@ -6,7 +6,6 @@ The names are those of Pyxis. ``--container`` itself is sbatch's own, for OCI bu
 from __future__ import annotations
 
 import os
-import shlex
 from enum import Enum
 
 from msgspec import Struct
@@ -113,10 +112,3 @@ def parse_container_env(text: str, option: str) -> tuple[str, ...]:
             f"{option} {text}: {bad[0]!r} is no name of a variable; give names, as in PATH,LD_LIBRARY_PATH"
         )
     return names
-
-
-def parse_container_args(text: str, option: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"{option} {text}: {error}; quote as for a shell") from None

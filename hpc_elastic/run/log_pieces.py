@@ -42,12 +42,6 @@ def parse_size(text: str, option: str) -> int:
     return size
 
 
-def parse_count(text: str, option: str) -> int:
-    if not (text.isascii() and text.isdigit() and 2 <= int(text[:9]) <= 1000):
-        raise UsageError(f"{option} {text}: give a whole number from 2 to 1000; the first and the last piece are kept")
-    return int(text)
-
-
 def piece_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number:03d}")
 

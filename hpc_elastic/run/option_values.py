@@ -285,15 +285,24 @@ def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> Sec
     return SectionTimeouts(seconds=seconds, learns_step=learns)
 
 
-def parse_health_command(text: str, option: str = "--health-check") -> tuple[str, ...]:
-    """Read the user's own check, quoted as for a shell, as an argument list; no shell is started."""
+def parse_words(text: str, option: str) -> tuple[str, ...]:
+    """Read arguments that are quoted as for a shell; no shell is started."""
     try:
-        argv = tuple(shlex.split(text))
+        return tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"{option} {text}: {error}") from None
-    if not argv or not argv[0]:
-        raise UsageError(f"{option} {text!r}: give a command, as in '/path/check.sh --fast'")
-    return argv
+        raise UsageError(f"{option} {text}: {error}; quote as for a shell") from None
+
+
+def command_like(example: str) -> Callable[[str, str], tuple[str, ...]]:
+    """Make a parser of a command and its arguments."""
+
+    def parse(text: str, option: str) -> tuple[str, ...]:
+        argv = parse_words(text, option)
+        if not argv or not argv[0]:
+            raise UsageError(f"{option} {text!r}: give a command, as in {example!r}")
+        return argv
+
+    return parse
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):
@@ -320,45 +329,6 @@ def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
     if not path.endswith(".prom"):
         raise UsageError(f"{option} {text!r}: the node exporter only reads files that end in .prom")
     return MetricsTarget(path=path)
-
-
-_SWITCHES = ("doorbell", "member_filter")
-_NUMBERS = (
-    *("timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "beat_interval"),
-    *("beat_silence", "suspect_answer", "operations_per_second", "grow_patience"),
-)
-
-
-def parse_rdzv_conf(text: str, option: str = "--rdzv-conf") -> dict[str, float | bool]:
-    """Read ``timeout=900,doorbell=off``: fields of `RendezvousSettings`."""
-    conf: dict[str, str] = {}
-    for item in filter(None, text.split(",")):
-        key, equals, value = item.partition("=")
-        if not (equals and key and value):
-            raise UsageError(f"{option} {text}: {item!r} is not of the form key=value")
-        conf[key.strip()] = value.strip()
-    return rdzv_values(conf, option)
-
-
-def rdzv_values(conf: Mapping[str, str | float | bool], option: str = "--rdzv-conf") -> dict[str, float | bool]:
-    """Parse the values; those that are no text are kept."""
-    values: dict[str, float | bool] = {}
-    for key, text in conf.items():
-        if key not in (*_SWITCHES, *_NUMBERS):
-            raise UsageError(f"{option}: unknown key {key!r}; it knows {', '.join(sorted((*_SWITCHES, *_NUMBERS)))}")
-        if not isinstance(text, str):
-            values[key] = text
-        elif key in _SWITCHES:
-            if text.lower() not in ("on", "off", "true", "false", "1", "0"):
-                raise UsageError(f"{option} {key}={text}: give on or off")
-            values[key] = text.lower() in ("on", "true", "1")
-        else:
-            number = number_of(text)
-            if not 0 < number < 1e7:
-                way_out = "not a number of seconds" if math.isnan(number) else "give a positive number of seconds"
-                raise UsageError(f"{option} {key}={text}: {way_out}")
-            values[key] = number
-    return values
 
 
 class Scope(str, Enum):

@@ -17,7 +17,7 @@ from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.options.machine import workers_here
+from hpc_elastic.options.run_request import workers_here
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers.spawn import Inherited
 from tests.rigs.fake_nvml import build_nvml

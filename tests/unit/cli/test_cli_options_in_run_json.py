@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import fields
 
-from hpc_elastic.options import hook_options, worker_options
+from hpc_elastic.options import worker_options
 from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import notice_seconds
 from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec
@@ -85,9 +85,7 @@ DERIVED = {"segment": "2"}
 TRAVELLING = [
     option
     for option in ALL_OPTIONS
-    if option.dest in FIELDS.keys() - DECIDED
-    or option.dest in TRAVELS_AS
-    or option in (*worker_options.OPTIONS, *hook_options.OPTIONS)
+    if option.dest in FIELDS.keys() - DECIDED or option.dest in TRAVELS_AS or option in worker_options.OPTIONS
 ]
 
 

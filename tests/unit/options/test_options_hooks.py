@@ -9,9 +9,9 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.hook_options import parse_notify, parse_setup, parse_worker_prefix
 from hpc_elastic.options.remarks import plan_text
 from hpc_elastic.options.run_request import ALL_OPTIONS, spec_fields
+from hpc_elastic.options.worker_options import parse_notify, parse_setup
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 
@@ -32,14 +32,11 @@ def test_a_file_that_is_not_there_is_no_command(text: str, tmp_path: Path, monke
 
 
 def test_words_and_urls() -> None:
-    assert parse_worker_prefix("nsys profile -o 'my trace'", "--worker-prefix") == ("nsys", "profile", "-o", "my trace")
     assert parse_notify("https://chat.example.org/x?y=z", "--notify") == "https://chat.example.org/x?y=z"
     assert parse_notify("mail -s done me@example.org", "--notify") == "mail -s done me@example.org"
     for wrong in ("ftp://example.org/x", "http:///x"):
         with pytest.raises(UsageError, match="http://"):
             parse_notify(wrong, "--notify")
-    with pytest.raises(UsageError, match="quote as for a shell"):
-        parse_worker_prefix("numactl '", "--worker-prefix")
 
 
 def test_a_prefix_and_forks_do_not_go_together() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.machine import workers_here
+from hpc_elastic.options.run_request import workers_here
 
 CPUS = len(os.sched_getaffinity(0))
 

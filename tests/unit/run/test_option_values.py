@@ -19,13 +19,14 @@ from hpc_elastic.run.option_values import (
     SectionTimeouts,
     Std,
     StreamChoice,
+    command_like,
     parse_bad_nodes,
-    parse_health_command,
     parse_local_ranks,
     parse_metrics,
     parse_rank_ranges,
     parse_section_timeouts,
     parse_std_streams,
+    parse_words,
     shown_in_job_log,
 )
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
@@ -225,10 +226,13 @@ def test_checks_that_make_no_sense(text: str) -> None:
 
 
 def test_a_command_is_split_and_never_given_to_a_shell() -> None:
-    assert parse_health_command("/a/check.sh --fast 'a b; rm'") == ("/a/check.sh", "--fast", "a b; rm")
+    parse = command_like("/path/check.sh --fast")
+    assert parse("/a/check.sh --fast 'a b; rm'", "--health-check") == ("/a/check.sh", "--fast", "a b; rm")
     for text in ("", "  ", "'open", "''"):
         with pytest.raises(UsageError, match=r"^--health-check "):
-            parse_health_command(text)
+            parse(text, "--health-check")
+    with pytest.raises(UsageError, match="quote as for a shell"):
+        parse_words("--bind '/a", "--container-args")
 
 
 # -- --metrics ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from hpc_elastic.run.container import (
     ContainerImage,
     ContainerMount,
     Runtime,
-    parse_container_args,
     parse_container_env,
     parse_container_image,
     parse_container_mounts,
@@ -85,10 +84,7 @@ def test_mounts_that_are_refused(text: str) -> None:
 def test_the_others() -> None:
     assert parse_container_workdir("/opt/app", "--container-workdir") == "/opt/app"
     assert parse_container_env("PATH, MY_VAR", "--container-env") == ("PATH", "MY_VAR")
-    assert parse_container_args("--nv --bind '/a b'", "--container-args") == ("--nv", "--bind", "/a b")
     with pytest.raises(UsageError, match="absolute path inside"):
         parse_container_workdir("opt", "--container-workdir")
     with pytest.raises(UsageError, match="'MY-VAR' is no name"):
         parse_container_env("PATH,MY-VAR", "--container-env")
-    with pytest.raises(UsageError, match="quote as for a shell"):
-        parse_container_args("--bind '/a", "--container-args")

@@ -15,7 +15,6 @@ from hpc_elastic.run.log_pieces import (
     EndReader,
     find_pieces,
     holds_at_end,
-    parse_count,
     parse_size,
     piece_path,
     to_remove,
@@ -51,13 +50,6 @@ def test_what_is_no_size_is_refused_by_name(text: str) -> None:
 def test_sizes_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=f"--log-max-size {text}: give from 64K"):
         parse_size(text, option="--log-max-size")
-
-
-def test_counts() -> None:
-    assert parse_count("2", option="--log-max-files") == 2
-    for text in ("1", "0", "-3", "many", "1001", "", "²"):
-        with pytest.raises(UsageError, match=r"--log-max-files .*from 2 to 1000"):
-            parse_count(text, option="--log-max-files")
 
 
 def test_the_first_and_the_latest_are_kept() -> None:
