@@ -154,7 +154,8 @@ class CheckpointCopies(Part):
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _lower_priority()
+        if (number := _IOPRIO_SET.get(os.uname().machine)) is not None:
+            ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LOWEST)
         pause = 0.0
         while True:
             with self._changed:
@@ -284,9 +285,3 @@ def find_room(folder: Path, asked: int | None) -> int:
             "ask for less or for more memory (--mem), or give a folder on the node's disk"
         )
     return asked or free // 2
-
-
-def _lower_priority() -> None:
-    number = _IOPRIO_SET.get(os.uname().machine)
-    if number is not None:
-        ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LOWEST)

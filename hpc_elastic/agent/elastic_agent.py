@@ -140,8 +140,6 @@ class SimpleElasticAgent(ElasticAgent):
         """Wait until something may have happened to the workers, for `seconds` at most."""
         pause(self._clock, seconds)
 
-    # -- the agent -----------------------------------------------------------------------------------------------
-
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         return self._worker_group
 

@@ -169,8 +169,6 @@ class ForkServer(ProcessPart):
     def on_setup(self, change: EnvironmentChange) -> None:
         self.start(change)
 
-    # -- the server's life ---------------------------------------------------------------------------------------
-
     def start(self, change: EnvironmentChange = NO_CHANGE) -> None:
         launch = self._launch
         self._launch = replace(launch, argv=change.command(launch.argv), environ=change.apply(launch.environ))
@@ -336,8 +334,6 @@ class ForkServer(ProcessPart):
             socket.send_fds(self._control, [json.dumps(message).encode()], list(fds))
         except (BrokenPipeError, ConnectionResetError):
             pass  # it has ended: `handle` finds out
-
-    # -- workers -------------------------------------------------------------------------------------------------
 
     def fork_workers(
         self, environments: Sequence[Mapping[str, str]], cpus: Sequence[frozenset[int]] = ()

@@ -21,7 +21,7 @@ from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS
 from hpc_elastic.agent.hang import Counts, Stall, judge_run, next_stall
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.agent.health_checks import HealthChecks
-from hpc_elastic.agent.heartbeat_watch import Hang
+from hpc_elastic.agent.heartbeat_watch import PAUSED_SECONDS, Hang
 from hpc_elastic.agent.nccl_watch import (
     ADDRESS_VARIABLE,
     ENABLE_VARIABLE,
@@ -54,8 +54,6 @@ LOOK_SECONDS = 60.0
 FIRST_LOOK_SECONDS = 5.0
 LOOKS_PER_LIMIT = 4
 TAKE_SECONDS = 1.0
-PAUSED_SECONDS = 5.0
-"""An agent that looks so much later than it asked for was stopped itself, and so were its workers."""
 WORK_MEMORY_USE = 5
 """Percent of the time in which a GPU's memory was used: more is work. A kernel that waits for another rank shows the
 GPU busy, at 0 or 1 % of its memory's time."""
@@ -271,7 +269,8 @@ class HangDetector(Part):
             save_if_possible(own, mine)
             if not is_judge or has_reported:
                 return
-            stalls = {node: mine if path == own else _load(path) for node, path in paths.items()}
+            read = {node: mine if path == own else codec.load(path, NodeStall) for node, path in paths.items()}
+            stalls = {node: found if isinstance(found, NodeStall) else None for node, found in read.items()}
             self._found = judge_run(stalls, round_index=index, least=self._settings.least, hosts=hosts)
             if self._found is not None:
                 self._note(self._found)
@@ -337,11 +336,6 @@ def _look_at(rank: int, pid: int, flight: FlightTail | None) -> StalledRank:
     return StalledRank(
         rank=rank, at=state.whereabouts(), waits=state.waits_for_process, is_stuck=is_stuck, flight=flight
     )
-
-
-def _load(path: Path) -> NodeStall | None:
-    found = codec.load(path, NodeStall)
-    return found if isinstance(found, NodeStall) else None
 
 
 def read_counts(pids: Mapping[int, int], *, proc: str = "/proc") -> dict[int, Counts]:

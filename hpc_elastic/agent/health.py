@@ -32,9 +32,6 @@ GPU_SECONDS = 60.0
 _MOST_REASONS = 4
 
 
-# -- what was measured ---------------------------------------------------------------------------------------------
-
-
 class RoomFacts(Struct, frozen=True, kw_only=True):
     path: str
     free: int = 0
@@ -94,9 +91,6 @@ class GpuFacts(Struct, frozen=True, kw_only=True):
     is_there: bool = True
     waited: float = 0.0
     waited_for: int = 0
-
-
-# -- what follows from it ------------------------------------------------------------------------------------------
 
 
 class HealthFinding(Struct, frozen=True, kw_only=True):
@@ -159,7 +153,6 @@ def judge_shared(facts: SharedFacts) -> HealthFinding:
 
 
 def judge_clock(offset: ClockOffset | None, *, most: float) -> HealthFinding:
-    """Is the wall clock far off for certain? No decision rests on it, but the times in logs and reports mislead."""
     if offset is None or (offset.least <= most and offset.most >= -most):
         return HealthFinding(check=Check.CLOCK.value)
     ahead = offset.least > 0
@@ -217,7 +210,6 @@ def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> HealthFin
 
 
 def own_gpus(devices: Sequence[GpuDevice], *, given: int | None, visible: str | None) -> Sequence[GpuDevice]:
-    """Another job's broken GPU is no reason to leave."""
     if given is None and visible is None:
         return devices
     if given is not None and len(devices) <= given:
@@ -296,7 +288,8 @@ def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
         limit, used = (_number(os.path.join(folder, name)) for name in names)
         if limit is None or used is None or limit >= _NO_LIMIT:
             continue
-        kept = _kept_of_files(os.path.join(folder, "memory.stat"), is_v2=is_v2)
+        stat, prefix = kernel_fields(os.path.join(folder, "memory.stat"), " "), "" if is_v2 else "total_"
+        kept = sum(int(stat.get(f"{prefix}{name}", "0")) for name in ("inactive_file", "active_file"))
         free = limit - max(0, used - kept)
         found.append(MemoryFacts(free=max(0, free), limited_by=f"the cgroup's limit of {size_text(limit)}"))
     return found
@@ -349,8 +342,3 @@ def _sync(fd: int) -> None:
 def _number(path: str) -> int | None:
     text = kernel_text(path).strip()
     return int(text) if text.isdecimal() else None  # "max" among them
-
-
-def _kept_of_files(path: str, *, is_v2: bool) -> int:
-    kept = kernel_fields(path, " ")
-    return sum(int(kept.get(f"{'' if is_v2 else 'total_'}{name}", "0")) for name in ("inactive_file", "active_file"))

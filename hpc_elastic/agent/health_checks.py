@@ -106,7 +106,6 @@ class HealthChecks(Part):
         return self._session is not None and self._session.is_stuck
 
     def on_join(self, last_round: int) -> None:
-        """Begin all checks now; where they run already, their answer will do."""
         if self._is_awaited:
             return
         self._is_awaited = True
@@ -134,8 +133,6 @@ class HealthChecks(Part):
             if session is not None:
                 session.cancel()
                 session.join(END_SECONDS)
-
-    # -- the checks ----------------------------------------------------------------------------------------------
 
     def _jobs(self, session: _Session, last_round: int) -> list[_Job]:
         site, limits = self._site, self._site.limits

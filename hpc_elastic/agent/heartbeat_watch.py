@@ -15,10 +15,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.agent.heartbeats import FOLDER_VARIABLE, HeartbeatFolder, RankBeat, RoundBeats, StepPace, is_seen_by
+from hpc_elastic.agent.part import save_if_possible
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.heartbeats import (
@@ -404,16 +404,15 @@ class HeartbeatWatch:
         self._files.post(partial(self._write, self._summary, value))
 
     def _write(self, path: Path, value: NodeHeartbeats) -> None:
+        before = codec.load(path, NodeHeartbeats) if self._is_first_write else None
         try:
-            make_private_dir(path.parent)
-            before = codec.load(path, NodeHeartbeats) if self._is_first_write else None
             if isinstance(before, NodeHeartbeats):
                 # A killed agent's: no event has what the workers of its last round did.
                 os.replace(path, path.with_name(f"{path.stem}-round-{before.round:05d}.json"))
             self._is_first_write = False
-            codec.save(path, value)
+            save_if_possible(path, value)
         except OSError as error:
-            logger.debug("heartbeats could not be written: %s", error)
+            logger.debug("%s could not be moved: %s", path, error)
         finally:
             self._is_writing = False
 

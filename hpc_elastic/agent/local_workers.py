@@ -290,7 +290,6 @@ class LocalWorkers:
         return self._recorders.ask(self.layout.first_rank + local_rank for local_rank in local_ranks)
 
     def ask_for_arrivals(self) -> None:
-        """Have workers write when they entered their last collectives; `take_arrivals` has it a moment later."""
         self._recorders.ask_for_arrivals(self._slots[rank].global_rank for rank in self.running)
 
     def take_arrivals(self) -> dict[int, bytes]:
@@ -399,7 +398,6 @@ class LocalWorkers:
         return asked
 
     def step_stop(self) -> Stopped | float:
-        """Returns what became of them, or the seconds until the next call."""
         assert self._stopper is not None
         result = self._stopper.step()
         if isinstance(result, Stopped):
@@ -421,8 +419,6 @@ class LocalWorkers:
 
     def exit_summary(self) -> str:
         return str(self.dead[0]) if self.failed else "the guardian of the stopped agent has ended the workers"
-
-    # -- what they leave -----------------------------------------------------------------------------------------
 
     @property
     def own_ends(self) -> tuple[OwnEnd, ...]:

@@ -48,8 +48,7 @@ class PrometheusMetrics:
         self._post = post or (lambda action: action())
         self._is_loss_logged = False
         self._text_due = ""
-        self._values: dict[tuple[str, str], float] = {}
-        self._states: dict[tuple[str, str], float] = {}
+        self._values: dict[str, dict[str, float]] = {}
 
     def put(self, name: str, value: float) -> None:
         match = re.match(_NAME, name, re.DOTALL)
@@ -57,10 +56,10 @@ class PrometheusMetrics:
             return
         role, what = match["role"], match["what"]
         if what in _STATES:
-            for state in _STATES:
-                self._states[role, state] = float(state == what)
+            states = {self._label_text(role=role, state=state): float(state == what) for state in _STATES}
+            self._values.setdefault("state", {}).update(states)
         else:
-            self._values[role, what] = value
+            self._values.setdefault(what, {})[self._label_text(role=role)] = value
         has_been_posted = bool(self._text_due)
         self._text_due = self._text()
         if not has_been_posted:
@@ -78,20 +77,9 @@ class PrometheusMetrics:
 
     def _text(self) -> str:
         lines = []
-        for what in sorted({what for _, what in self._values}):
+        for what, values in sorted(self._values.items()):
             metric = f"hpc_elastic_workers_{what}"
-            lines.append(f"# TYPE {metric} gauge")
-            lines += [
-                f"{metric}{self._label_text(role=role)} {value:g}"
-                for (role, named), value in sorted(self._values.items())
-                if named == what
-            ]
-        if self._states:
-            lines.append("# TYPE hpc_elastic_workers_state gauge")
-            lines += [
-                f"hpc_elastic_workers_state{self._label_text(role=role, state=state)} {value:g}"
-                for (role, state), value in sorted(self._states.items())
-            ]
+            lines += [f"# TYPE {metric} gauge", *(f"{metric}{own} {value:g}" for own, value in sorted(values.items()))]
         return "\n".join(lines) + "\n"
 
     def _label_text(self, **more: str) -> str:
@@ -111,8 +99,6 @@ def open_metrics(
 
 
 class RoundFigures:
-    """Durations in seconds by this node's monotonic clock, which the agent begins and ends, and the group's state."""
-
     def __init__(self, sink: MetricSink | None, *, role: str, clock: Clock) -> None:
         self._sink = sink
         self._role = role

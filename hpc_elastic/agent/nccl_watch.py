@@ -1,11 +1,8 @@
 """Watches NCCL's RAS for ranks that stand still: asked once a minute, by the agent of group rank 0, for all.
 
-What differs between ranks is normal while they work, and so is a pause of all: what counts is that nothing has changed
-for longer than `limit_without_progress` allows, which learns from the run's own pauses.
-
-RAS (2.28.7 and newer) is a text protocol at NCCL_RAS_ADDR, of which NCCL's own client is src/ras/client.cc. A server
-may be slow, another program's, run's or user's, or gone in the middle of its answer: each question takes bounded time
-and memory. Each agent gives its workers an address of its own, unless the user has.
+What counts is that nothing has changed for longer than `limit_without_progress` allows. RAS (2.28.7 and newer) is a
+text protocol at NCCL_RAS_ADDR, of which NCCL's own client is src/ras/client.cc. A server may be slow, another
+program's, run's or user's, or gone in the middle of its answer: each question takes bounded time and memory.
 """
 
 from __future__ import annotations
@@ -167,8 +164,6 @@ class Unchanged(Struct, frozen=True, kw_only=True):
 
 
 class NcclStall(Struct, frozen=True, kw_only=True):
-    """How long nothing has been launched, and how long ranks have differed in the same way."""
-
     progress: Unchanged = Unchanged()
     trouble: Unchanged = Unchanged()
 
@@ -250,9 +245,6 @@ def open_call(tail: FlightTail) -> str:
     return ""
 
 
-# -- the watch ---------------------------------------------------------------------------------------------------------
-
-
 class NcclWatch:
     def __init__(self, address: str, *, run_uid: str, least: float, clock: Clock) -> None:
         self._address, self._run_uid, self._least, self._clock = parse_address(address), run_uid, least, clock
@@ -327,7 +319,6 @@ class NcclWatch:
         return report
 
     def _why_not_ours(self, connection: socket.socket) -> str:
-        """Empty: the other end is this user's, and no other run's."""
         found = serving_socket(connection)
         if found is None:
             return "no process of this host has the other end"

@@ -1,9 +1,7 @@
 """The agent of one node: one loop over events, one phase at a time; whatever may be slow happens elsewhere.
 
-`run` waits for what comes first: the end of a worker (its pidfd), a newer record of the rendezvous (from the
-coordination thread), a signal, what a part waits for, or a time that is due. `step` takes in all that has come: what
-was observed becomes an `Event`, `supervision.TRANSITIONS` holds which phase follows, and `_happens` does what belongs
-to it. Everything beside the loop, the workers and the policy is a `Part`. The way of a worker that is killed:
+What `step` observes becomes an `Event`, `supervision.TRANSITIONS` holds which phase follows, and `_happens` does what
+belongs to it. Everything beside the loop, the workers and the policy is a `Part`. The way of a worker that is killed:
 
 - `_handle_workers` sees its end, and `FailureReports` the bare fact, so that all nodes stop;
 - `_stop_workers` begins to end the others, and `_handle_stop` goes on with that until nothing is left;
@@ -111,8 +109,6 @@ class NodeAgent:
             return WorkerState.FAILED
         return WORKER_STATE[self.phase] if self.has_run else WorkerState.INIT
 
-    # -- the loop ------------------------------------------------------------------------------------------------
-
     def run(self) -> int:
         """Take part until the run is closed, or this node is out. Returns the exit code, which is for a person."""
         self.begin()
@@ -198,8 +194,6 @@ class NodeAgent:
 
     def _helpers(self) -> set[int]:
         return {self._guardian_pid, *(pid for part in self.parts for pid in part.pids)}
-
-    # -- what comes in -------------------------------------------------------------------------------------------
 
     def _handle_signals(self) -> None:
         for number in self._signals.take():
@@ -317,8 +311,6 @@ class NodeAgent:
         self._swept = self.phase is Phase.DONE
         if self.phase in (Phase.STOPPING, Phase.LEAVING):
             self._happens(Event.STOPPED, "workers have ended")
-
-    # -- what follows --------------------------------------------------------------------------------------------
 
     def _happens(self, event: Event, reason: str) -> None:
         before = self.phase
@@ -462,8 +454,6 @@ class NodeAgent:
             self._reports.on_end(workers, self.record)
         if self.phase is Phase.JOINING:
             self._join()
-
-    # -- the end -------------------------------------------------------------------------------------------------
 
     def leave(self) -> int:
         if self.has_run:

@@ -55,9 +55,6 @@ class WorkerCpus(Struct, frozen=True, kw_only=True):
     why: str
 
 
-# -- the decision --------------------------------------------------------------------------------------------------
-
-
 def bind_workers(binding: NumaBinding, machine: Machine, workers: int) -> list[WorkerCpus]:
     # As in torch each GPU has its share, also one that no worker uses; beyond that workers share GPUs, not CPUs.
     seats = max(workers, len(machine.gpus))
@@ -137,9 +134,6 @@ def bind_agent(
     bound = bind_workers(binding, machine, workers)
     logger.info("%s", describe_binding(binding, bound))
     return tuple(one.cpus for one in bound)
-
-
-# -- what the kernel says ------------------------------------------------------------------------------------------
 
 
 def read_machine(

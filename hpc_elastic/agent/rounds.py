@@ -1,9 +1,7 @@
 """A node's part in a round: it confirms the frozen one, starts the workers of the final one, and logs what happens.
 
-The node of group rank 0 has the TCPStore's port open before it confirms. Beside the events this host's clock is logged:
-how far it is ahead of the coordinators', each with a bound, by the packets that pass between the two anyway: so the
-report can order what happened on different nodes. It is logged once for each coordinator, when workers start, and again
-when a worker fails.
+This host's clock is logged beside the events: how far it is ahead of the coordinators', each with a bound, by packets
+that pass between the two anyway. So the report can order what happened on different nodes.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from importlib import import_module
 from typing import TYPE_CHECKING
-
-from msgspec import Struct
 
 from hpc_elastic.agent.heartbeat_watch import describe_beat
 from hpc_elastic.agent.heartbeats import RankBeat
@@ -105,14 +101,18 @@ def _open_master(site: AgentSite, record: RoundRecord, change: EnvironmentChange
 
 class RoundWorkers:
     def __init__(self, site: AgentSite, record: RoundRecord, *, change: EnvironmentChange) -> None:
-        from hpc_elastic.agent.worker_environment import round_facts
+        from hpc_elastic.agent.worker_environment import RoundFacts
 
         self._site, self._change = site, change
         self.layout = rank_layout(record.members, site.info.uid)
-        self.facts = round_facts(
-            record,
-            self.layout,
+        address, port, serves = record.master.split(" ")
+        self.facts = RoundFacts(
             spec=site.me.spec,
+            layout=self.layout,
+            round=record.round,
+            master_addr=address,
+            master_port=int(port),
+            agent_store=serves == "1",
             run_dir=str(site.me.run.root),
             attempt=site.me.attempt.number,
             tag=str(site.me.tag),
@@ -308,25 +308,16 @@ STEP_NS = 1_000_000
 """The wall clock was set by this much: worth another line."""
 
 
-class ClockSample(Struct, frozen=True, kw_only=True):
-    offset: Offset
-    uptime_ns: int
-    wall_ns: int
-
-
-def is_news(sample: ClockSample, logged: ClockSample | None) -> bool:
+def is_news(sample: agent_events.ClockCompared, logged: agent_events.ClockCompared | None) -> bool:
     if logged is None:
         return True
     age = sample.uptime_ns - logged.uptime_ns
-    if abs(sample.wall_ns - logged.wall_ns - age) > STEP_NS:
-        return True
-    if (
-        abs(sample.offset.offset_ns - logged.offset.offset_ns)
-        > sample.offset.bound_ns + logged.offset.aged(age).bound_ns
-    ):
+    bound_ns = Offset(offset_ns=logged.offset_ns, bound_ns=logged.bound_ns).aged(age).bound_ns
+    was_set = abs(sample.wall_ns - logged.wall_ns - age) > STEP_NS
+    if was_set or abs(sample.offset_ns - logged.offset_ns) > sample.bound_ns + bound_ns:
         return True
     # A clock is never off from itself.
-    return 0 < 2 * sample.offset.bound_ns < logged.offset.aged(age).bound_ns
+    return 0 < 2 * sample.bound_ns < bound_ns
 
 
 class ClockOffsetLog:
@@ -335,7 +326,7 @@ class ClockOffsetLog:
         self._ruler = ruler
         self._uid = uid
         self._clock = clock
-        self._logged: dict[str, ClockSample | None] = {}
+        self._logged: dict[str, agent_events.ClockCompared | None] = {}
         """The latest coordinator is the last one."""
 
     def on_leader(self, leader: str) -> None:
@@ -371,16 +362,13 @@ class ClockOffsetLog:
             # The closest of several reads, so that both are of one moment.
             reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
             before, wall, after = min(reads, key=lambda read: read[2] - read[0])
-            uptime = (before + after) // 2
-            sample = ClockSample(offset=offset, uptime_ns=uptime, wall_ns=wall)
+            sample = agent_events.ClockCompared(
+                reference=node_of(reference),
+                offset_ns=offset.offset_ns,
+                bound_ns=offset.bound_ns,
+                uptime_ns=(before + after) // 2,
+                wall_ns=wall,
+            )
             if is_news(sample, self._logged[reference]):
                 self._logged[reference] = sample
-                self._events.write(
-                    agent_events.ClockCompared(
-                        reference=node_of(reference),
-                        offset_ns=offset.offset_ns,
-                        bound_ns=offset.bound_ns,
-                        uptime_ns=uptime,
-                        wall_ns=wall,
-                    )
-                )
+                self._events.write(sample)

@@ -1,8 +1,8 @@
 """Finds slow ranks: one agent's part in that, from when its workers entered their collectives.
 
-All agents ask their workers at the same time of the clock, rarely. Each writes what they answer to the run directory,
-and the node of group rank 0 reads what all wrote: the rank that the others wait for is reported, and left alone until
-the next restart, at which its node may leave the run. The same node compares the run's pace with its best hour.
+All agents ask their workers at the same time of the clock, and write what they answer to the run directory. The node of
+group rank 0 reads what all wrote: a slow rank is reported, and left alone until the next restart, at which its node may
+leave the run. The same node compares the run's pace with its best hour.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.ranks import RankLayout
-from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.container import Container, ContainerMount, Runtime
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import in_job
@@ -46,23 +45,6 @@ class RoundFacts(Struct, frozen=True, kw_only=True):
     run_dir: str
     attempt: int
     tag: str
-
-
-def round_facts(
-    record: RoundRecord, layout: RankLayout, *, spec: RunSpec, run_dir: str, attempt: int, tag: str
-) -> RoundFacts:
-    address, port, serves = record.master.split(" ")
-    return RoundFacts(
-        spec=spec,
-        layout=layout,
-        round=record.round,
-        master_addr=address,
-        master_port=int(port),
-        agent_store=serves == "1",
-        run_dir=run_dir,
-        attempt=attempt,
-        tag=tag,
-    )
 
 
 def worker_command(spec: RunSpec, change: EnvironmentChange) -> list[str]:

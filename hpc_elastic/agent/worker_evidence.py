@@ -1,7 +1,6 @@
 """The evidence of one node's failed workers: looked at before the group is ended, described afterwards.
 
-`SocketWatch` notes the workers' TCP sockets while they live, so that an address in a peer's message can be found to be
-a rank: soon after their start, when process groups are made, and then ever more rarely.
+`SocketWatch` notes the workers' TCP sockets while they live, so that an address in a peer's message becomes a rank.
 """
 
 from __future__ import annotations

@@ -69,8 +69,6 @@ class NodeCheckpoints:
         self.gone: Mapping[str, str] = {}
         """Uid → host of agents that were lost, once the run ends: their parts are their neighbours' to copy."""
 
-    # -- the start of a round ------------------------------------------------------------------------------------
-
     def begin(self, place: NodePlace) -> None:
         for part in layout.parts_in(self.local, DIRTY):
             with suppress(OSError):  # else it is removed
@@ -200,8 +198,6 @@ class NodeCheckpoints:
             if not (own / name).is_symlink():
                 os.symlink(committed / name, own / name)
 
-    # -- in a round, and after it --------------------------------------------------------------------------------
-
     def tick(self, *, is_over: bool = False) -> bool:
         """Do what can be done now. Returns whether something is left. `is_over`: no worker writes any more."""
         if self.place is None:
@@ -318,8 +314,9 @@ class NodeCheckpoints:
         ask_about(parts)
         if not parts.exists():
             return  # just opened, committed or given up
-        for part, state in self._own_parts(target):
-            if not manifest_path(folder, part.index).exists():
+        for part, state in layout.parts_in(self.local, WHOLE, COPY).items():
+            is_mine = part.saving == target and (state == WHOLE or not self._has_live_owner(part))
+            if is_mine and not manifest_path(folder, part.index).exists():
                 self._copy(part, state, folder)
         if why := self._why_lacking(target, folder, whole, is_over):
             self._report_lack(target, folder, self.place.index, why)
@@ -338,12 +335,6 @@ class NodeCheckpoints:
             self.committed, self._committed_at = target.step, self._clock.monotonic()
             self._write(CheckpointCommitted(step=target.step, size=size, seconds=seconds, at_end=self.is_ending))
             self._remove_old()
-
-    def _own_parts(self, target: Saving) -> list[tuple[NodePart, str]]:
-        found = [
-            (part, state) for part, state in layout.parts_in(self.local, WHOLE, COPY).items() if part.saving == target
-        ]
-        return [(part, state) for part, state in found if state == WHOLE or not self._has_live_owner(part)]
 
     def _has_live_owner(self, copy: NodePart) -> bool:
         assert self.place is not None

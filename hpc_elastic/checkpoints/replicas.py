@@ -1,10 +1,8 @@
 """``--checkpoint-replicas 1``: the next node keeps a copy of a node's part, so that a lost node's part is not lost.
 
 The node with group rank 0 names the checkpoint that is replicated next, by a folder ``.replica-…`` beside the committed
-ones; each node sends its part, and writes a file there. The one before stays on the nodes until all have.
-
-Parts go over TCP between agents. Both ends prove with an HMAC that they know the run's secret; each frame carries one
-of its own, so that what another writes into the connection ends it.
+ones; each node sends its part, and writes a file there. Parts go over TCP between agents: both ends prove with an HMAC
+that they know the run's secret, and each frame carries one of its own.
 """
 
 from __future__ import annotations

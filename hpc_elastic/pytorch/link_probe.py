@@ -75,9 +75,6 @@ def measure(order: dict[str, Any], listener: socket.socket, torch: Any) -> dict[
         return _measure_with_torch(order, peer, torch, deadline)
 
 
-# -- the two ends of a pair ----------------------------------------------------------------------------------------
-
-
 def _meet(order: dict[str, Any], listener: socket.socket, deadline: float) -> socket.socket:
     token = order["token"].encode()
     met = _accept(listener, token, deadline) if order["rank"] == 0 else _connect(order, token, deadline)
@@ -151,9 +148,6 @@ def _agreement(peer: socket.socket, rank: int, deadline: float) -> Callable[[boo
         return _receive(peer, 1, deadline) == b"1"
 
     return goes_on
-
-
-# -- the transfers -------------------------------------------------------------------------------------------------
 
 
 def _transfers(size: int, exchange: Callable[[int], None], goes_on: Callable[[bool], bool]) -> dict[str, Any]:

@@ -1,13 +1,8 @@
 """The process that serves a fresh torch ``TCPStore`` each round, on a socket that its agent bound and listens on.
 
-Started by `hpc_elastic.agent.store_server` on the node of group rank 0, as a file; ``-m`` works too. It needs torch and
-the standard library alone, so that any interpreter with torch can run it. It lives across rounds: torch is imported
-once.
-
-The control socket (``SOCK_SEQPACKET``) carries one JSON object per message. From the agent: ``{"do": "serve", "serial":
-n, "host": …, "port": …}`` with the listening socket, and ``{"do": "drop", "serial": n}``. To the agent: ``{"is":
-"ready"}`` once torch is there, ``{"is": "serving" | "failed" | "dropped", "serial": n, "why": …}``. The end of file
-ends this process, and so does the death of the agent.
+Started by `hpc_elastic.agent.store_server` as a file, so that any interpreter with torch can run it: it needs torch and
+the standard library alone. It lives across rounds: torch is imported once. The control socket (``SOCK_SEQPACKET``)
+carries one JSON object per message. Its end of file ends this process, and so does the death of the agent.
 
 torch is imported *leanly* unless ``--full`` is given: only its extension module, with bare stand-ins for the Python
 packages around it. torch 2.13 (CPU): 0.25 s and 148 MB resident (75 MB private) against 1.0 s and 223 MB (146 MB). What

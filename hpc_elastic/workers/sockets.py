@@ -49,16 +49,9 @@ def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[i
     """The inode, and its owner's uid, of the socket at the other end of a connection within this host."""
     ends = connection.getpeername()[:2], connection.getsockname()[:2]
     for name in ("tcp", "tcp6"):
-        for line in kernel_text(f"{proc}/self/net/{name}").splitlines()[1:]:
-            parts = line.split()
-            try:
-                found = tuple(
-                    (_ip_text(_unpack(ip)), int(port, 16)) for ip, _, port in (x.partition(":") for x in parts[1:3])
-                )
-                if found == ends and int(parts[9]):
-                    return int(parts[9]), int(parts[7])
-            except (IndexError, ValueError, OSError):
-                continue
+        for own, other, inode, fields in _rows(kernel_text(f"{proc}/self/net/{name}")):
+            if (own, other) == ends and inode:
+                return inode, int(fields[7])
     return None
 
 
@@ -114,30 +107,27 @@ def _moved(body: bytes) -> int:
 
 def parse_table(text: str) -> dict[int, Address]:
     """Inode → local address, of ``/proc/net/tcp`` or ``tcp6``; without sockets that listen on any address."""
-    found = {}
+    listens = f"{_LISTENS:02X}"
+    return {
+        inode: own
+        for own, _, inode, fields in _rows(text)
+        if inode and not (fields[3] == listens and not fields[1].partition(":")[0].strip("0"))
+    }
+
+
+def _rows(text: str) -> Iterator[tuple[Address, Address, int, list[str]]]:
     for line in text.splitlines()[1:]:
-        parts = line.split()
-        try:
-            address, port = parts[1].split(":")
-            inode, state = int(parts[9]), int(parts[3], 16)
-            packed = _unpack(address)
-            if inode and not (state == _LISTENS and not any(packed)):
-                found[inode] = _ip_text(packed), int(port, 16)
-        except (IndexError, ValueError, OSError):
-            continue
-    return found
+        fields = line.split()
+        with suppress(IndexError, ValueError, OSError):
+            yield _address(fields[1]), _address(fields[2]), int(fields[9]), fields
 
 
-def _unpack(text: str) -> bytes:
+def _address(text: str) -> Address:
     """The kernel's hexadecimal form: words of 32 bits, each in this machine's byte order."""
-    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
-    return b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-
-
-def _ip_text(packed: bytes) -> str:
-    if packed[:12] == _IPV4_MAPPED:
-        packed = packed[12:]
-    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+    ip, port = text.split(":")
+    words = [int(ip[at : at + 8], 16) for at in range(0, len(ip), 8)]
+    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words).removeprefix(_IPV4_MAPPED)
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed), int(port, 16)
 
 
 def _inodes_below(pid: int, proc: str) -> set[int]:

@@ -1,10 +1,8 @@
 """Starting workers, and learning how they ended.
 
-A worker leads its own session, has ``/dev/null`` as input and pipes as output, gets SIGKILL when the agent dies, and
-finds signals, umask and core limit as the user's shell left them, whatever the batch script or the agent made of them.
-
-An ended worker stays a zombie until `WorkerProcess.release`: that keeps its pid, and so the number of its process
-group, from being reused while signals are still sent to the group.
+A worker leads its own session, gets SIGKILL when the agent dies, and finds signals, umask and core limit as the user's
+shell left them. An ended worker stays a zombie until `WorkerProcess.release`: that keeps its pid, and so the number of
+its process group, from being reused while signals are still sent to the group.
 """
 
 from __future__ import annotations

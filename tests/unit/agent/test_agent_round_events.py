@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.agent.rounds import MOST_REFERENCES, ClockOffsetLog, ClockSample, is_news
+from hpc_elastic.agent.rounds import MOST_REFERENCES, ClockOffsetLog, is_news
 from hpc_elastic.base.clock import Offset
 from hpc_elastic.run.agent_events import ClockCompared
 from tests.rigs.fake_clock import FakeClock
@@ -105,10 +105,9 @@ def test_of_many_coordinators_the_last_ones_are_told() -> None:
     assert [line[0] for line in log.lines] == list(range(20 - MOST_REFERENCES, 20))
 
 
-def sample(offset: int, bound: int, *, at: int = 0, wall: int | None = None) -> ClockSample:
-    return ClockSample(
-        offset=Offset(offset_ns=offset, bound_ns=bound), uptime_ns=at, wall_ns=10**18 + (at if wall is None else wall)
-    )
+def sample(offset: int, bound: int, *, at: int = 0, wall: int | None = None) -> ClockCompared:
+    wall_ns = 10**18 + (at if wall is None else wall)
+    return ClockCompared(reference=0, offset_ns=offset, bound_ns=bound, uptime_ns=at, wall_ns=wall_ns)
 
 
 def test_news() -> None:
