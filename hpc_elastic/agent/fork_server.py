@@ -39,7 +39,7 @@ from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.preload import Preload, load_preload, preload_for
 from hpc_elastic.run.spec import EntryKind
 from hpc_elastic.workers.linux import oom_kill_count
-from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerProcess, pipe_bytes_for
+from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerProcess, describe_exitcode, pipe_bytes_for
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.node_agent import NodeAgent
@@ -286,7 +286,7 @@ class ForkServer(ProcessPart):
                 code = self._process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 pass
-        how = "" if code is None else f" with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        how = "" if code is None else f" with {describe_exitcode(code)}"
         if code == -signal.SIGKILL and (oom_kill_count() or 0) > self._oom_kills:
             how += ", killed by the kernel for the memory limit"
         while_importing = f" while it imported {self._module}" if self._module else ""

@@ -19,20 +19,12 @@ from hpc_elastic.agent.hang import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import cut_middle
+from hpc_elastic.failures import stacks
 from hpc_elastic.failures.collectives import activity_of_failure, activity_of_stack
 from hpc_elastic.failures.evidence import describe_failure, write_evidence
 from hpc_elastic.failures.failure_text import TEXT_LIMIT, Frame, fingerprint, user_frames
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.stacks import (
-    DUMP_LIMIT,
-    ProcessState,
-    StackDump,
-    describe_stack,
-    explain_lock,
-    find_dump,
-    forked_frames,
-    look_at_process,
-)
+from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump, look_at_process
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.output.pump import WorkerOutput
@@ -218,7 +210,7 @@ def read_stacks(worker: HungWorker) -> StackDump | None:
     try:
         with EndReader(worker.slot.paths.stderr) as file:
             is_own = worker.state is None or worker.state.pid == worker.facts.pid
-            dump = find_dump(file.read(DUMP_LIMIT).decode("utf-8", "replace"), may_be_child=not is_own)
+            dump = find_dump(file.read(stacks.DUMP_LIMIT).decode("utf-8", "replace"), may_be_child=not is_own)
     except OSError:
         dump = None
     try:
@@ -259,7 +251,7 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_
             ended_uptime_ns=max(0, found.ended_uptime_ns - (found.ended_ns - last_heartbeat_ns)),
             message=f"hang: {worker.why}",
             exception_type="",
-            traceback=cut_middle(describe_stack(frames), TEXT_LIMIT),
+            traceback=cut_middle(stacks.describe_stack(frames), TEXT_LIMIT),
             fingerprint=_fingerprint(worker.state, dump),
             category=Category.INFRASTRUCTURE if _is_stuck(worker.state, dump) else Category.WORKER,
             failure_class=FailureClass.HANG,
@@ -298,7 +290,7 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
             )
         where = state.threads[0].describe() if state.threads else state.state
         return f"stuck in an uninterruptible system call (a hung mount or device?): {where}; killed"
-    if waits := explain_lock(dump.main if dump is not None else (), worker.slot.environ, cwd=worker.slot.cwd):
+    if waits := stacks.explain_lock(dump.main if dump is not None else (), worker.slot.environ, cwd=worker.slot.cwd):
         return f"no progress; {waits}"
     if dump is None:
         return "no progress, and no answer to the request for its stacks; killed"
@@ -380,7 +372,7 @@ def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None
     is_ending = dump is not None and any(thread.is_main and not thread.frames for thread in dump.threads)
     line = _source(mine[-1]) if mine else ""
     found = activity_of_stack(rank, frames, syscall=syscall, line=line, is_ending=is_ending)
-    inside = [user_frames(forked_frames(child) or ()) for child in dump.children] if dump is not None else []
+    inside = [user_frames(stacks.forked_frames(child) or ()) for child in dump.children] if dump is not None else []
     places = [f"{os.path.basename(at.file)}:{at.line} {at.function}" for *_, at in filter(None, inside)]
     busy = tuple(f"its child process: {place}" for place in dict.fromkeys(places))
     if busy:

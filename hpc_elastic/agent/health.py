@@ -122,25 +122,22 @@ def sum_up_findings(findings: Sequence[HealthFinding]) -> HealthVerdict:
 
 
 def judge_room(check: Check, facts: RoomFacts, *, least: float) -> HealthFinding:
+    reason = ""
     if facts.error:
-        return HealthFinding(check=check.value, reason=f"{facts.path} does not work: {facts.error}")
-    if facts.free < least:
-        return HealthFinding(
-            check=check.value, reason=f"{facts.path} has {size_text(facts.free)} free, less than {size_text(least)}"
-        )
-    if not facts.has_inodes and least:
-        return HealthFinding(check=check.value, reason=f"{facts.path} has no inode free")
-    return HealthFinding(check=check.value)
+        reason = f"{facts.path} does not work: {facts.error}"
+    elif facts.free < least:
+        reason = f"{facts.path} has {size_text(facts.free)} free, less than {size_text(least)}"
+    elif not facts.has_inodes and least:
+        reason = f"{facts.path} has no inode free"
+    return HealthFinding(check=check.value, reason=reason)
 
 
 def judge_memory(facts: MemoryFacts | None, *, least: float) -> HealthFinding:
-    if facts is None or facts.free >= least:
-        return HealthFinding(check=Check.MEMORY.value)
-    below = f" below {facts.limited_by}" if facts.limited_by else ""
-    return HealthFinding(
-        check=Check.MEMORY.value,
-        reason=f"{size_text(facts.free)} of memory are free{below}, less than {size_text(least)}",
-    )
+    reason = ""
+    if facts is not None and facts.free < least:
+        below = f" below {facts.limited_by}" if facts.limited_by else ""
+        reason = f"{size_text(facts.free)} of memory are free{below}, less than {size_text(least)}"
+    return HealthFinding(check=Check.MEMORY.value, reason=reason)
 
 
 def judge_shared(facts: SharedFacts) -> HealthFinding:
@@ -166,42 +163,39 @@ def judge_clock(offset: ClockOffset | None, *, most: float) -> HealthFinding:
 
 
 def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> HealthFinding:
-    if not interfaces or any(has_link for _, has_link in interfaces):
-        return HealthFinding(check=Check.LINK.value)
-    names = ", ".join(name for name, _ in interfaces)
-    return HealthFinding(
-        check=Check.LINK.value, reason=f"the network has no link ({names}), looked at for {seconds:g} s"
-    )
+    reason = ""
+    if interfaces and not any(has_link for _, has_link in interfaces):
+        names = ", ".join(name for name, _ in interfaces)
+        reason = f"the network has no link ({names}), looked at for {seconds:g} s"
+    return HealthFinding(check=Check.LINK.value, reason=reason)
 
 
 def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least_errors: float) -> HealthFinding:
     """NVML shows GPUs of other jobs too, where Slurm confines no devices. `given`: how many Slurm gave this node; None:
     there is no Slurm. `visible`: CUDA_VISIBLE_DEVICES."""
-    if given == 0 or not facts.is_there:
-        return HealthFinding(
-            check=Check.GPU.value
-        )  # none of ours; or none of NVIDIA's, or a container without the library
-    if facts.error:
-        return HealthFinding(check=Check.GPU.value, reason=f"NVML does not work: {facts.error}")
     reasons = []
-    if given is not None and len(facts.devices) < given:
-        reasons.append(f"Slurm gave {given} GPUs, and {len(facts.devices)} are there")
-    for device in own_gpus(facts.devices, given=given, visible=visible):
-        reasons += _faults(device, least_errors)
+    if given == 0 or not facts.is_there:
+        pass  # none of ours; or none of NVIDIA's, or a container without the library
+    elif facts.error:
+        reasons.append(f"NVML does not work: {facts.error}")
+    else:
+        if given is not None and len(facts.devices) < given:
+            reasons.append(f"Slurm gave {given} GPUs, and {len(facts.devices)} are there")
+        for device in own_gpus(facts.devices, given=given, visible=visible):
+            reasons += _faults(device, least_errors)
     return HealthFinding(check=Check.GPU.value, reason=", ".join(reasons))
+
+
+def still_held(devices: Sequence[GpuDevice], before: Mapping[str, int]) -> list[tuple[GpuDevice, int]]:
+    more = [(one, one.held - before[one.uuid]) for one in devices if one.held is not None and one.uuid in before]
+    return [(device, held) for device, held in more if held > GPU_MEMORY_SLACK]
 
 
 def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> HealthFinding:
     """`before`: UUID → `GpuDevice.held` before workers ran here, of the job's own GPUs."""
-    full = [
-        (device, device.held - before[device.uuid])
-        for device in facts.devices
-        if device.held is not None and device.uuid in before
-    ]
     reasons = [
         f"{size_text(held)} of GPU {device.index}'s memory are still in use {facts.waited:.0f} s after its workers' end"
-        for device, held in full
-        if held > GPU_MEMORY_SLACK
+        for device, held in still_held(facts.devices, before)
     ]
     note = f"waited {facts.waited:.1f} s for {size_text(facts.waited_for)} of GPU memory that ended workers held"
     return HealthFinding(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_elastic.agent.health import GPU_MEMORY_SLACK, GpuDevice, GpuFacts
+from hpc_elastic.agent.health import GpuDevice, GpuFacts, still_held
 from hpc_elastic.base import codec
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ
 
@@ -93,12 +93,7 @@ def read_gpus(library: str = LIBRARY, *, before: Mapping[str, int] | None = None
         waited, most = 0.0, 0
         while True:
             devices = tuple(_device(nvml, index) for index in range(count.value))
-            full = [
-                device.held - before[device.uuid]
-                for device in devices
-                if before and device.held is not None and device.uuid in before
-            ]
-            left = max([0, *(held for held in full if held > GPU_MEMORY_SLACK)])
+            left = max((held for _, held in still_held(devices, before or {})), default=0)
             most, waited = max(most, left), time.monotonic() - began
             if not left or waited >= within:
                 return GpuFacts(

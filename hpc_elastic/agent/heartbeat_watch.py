@@ -21,15 +21,8 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.state import HangMark
-from hpc_elastic.run.heartbeats import (
-    COUNTED,
-    STEPS,
-    NodeHeartbeats,
-    Progress,
-    ProgressSource,
-    RankHeartbeat,
-    describe_begun_again,
-)
+from hpc_elastic.run import heartbeats as run_heartbeats
+from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
 from hpc_elastic.run.suspicions import Source
 from hpc_elastic.worker_api.heartbeat_record import SETUP, STEP, VARIABLE, NoticeRecord
@@ -367,11 +360,11 @@ class HeartbeatWatch:
         # The whole run's, on this node: a later round begins with what the earlier ones taught.
         self._intervals = max([self._intervals, *(beat.intervals for beat in beats)])
         self._longest = max([self._longest, *(beat.longest for beat in beats)])
-        self._has_steps |= any(beat.source in STEPS for beat in beats)
+        self._has_steps |= any(beat.source in run_heartbeats.STEPS for beat in beats)
         first = min((beat.first_step for beat in beats if beat.first_step is not None), default=None)
         if self._awaits_first_step and first is not None:
             self._awaits_first_step = False
-            if begun_again := describe_begun_again(first, self._furthest_before):
+            if begun_again := run_heartbeats.describe_begun_again(first, self._furthest_before):
                 logger.warning("%s", begun_again)
 
     def _plan(self, now: float, running: Collection[int]) -> None:
@@ -424,7 +417,7 @@ def describe_progress(
     sections = None
     if None not in entered:
         sections = tuple(sorted({SETUP, *(name for names in entered for name in names or ())}))
-    for source in (ProgressSource.HEARTBEAT, *COUNTED):
+    for source in (ProgressSource.HEARTBEAT, *run_heartbeats.COUNTED):
         found = [beat for beat in beats if beat.source is source]
         if found := [beat for beat in found if beat.first_step is not None or beat.counted_steps]:
             break

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from hpc_elastic.agent import hang_stop
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
-from hpc_elastic.agent.hang_stop import (
-    HEAD_START_SECONDS,
-    DelayedStop,
-    StacksThenStop,
-    Stopper,
-    WorkerSlot,
-    find_targets,
-)
+from hpc_elastic.agent.hang_stop import DelayedStop, Stopper, WorkerSlot
 from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.worker_environment import enter_container, exit_of_script
@@ -384,7 +378,7 @@ class LocalWorkers:
         )
         if not self._stop.wants_stacks and not self._stop.wants_look:
             return stopper
-        targets = find_targets(
+        targets = hang_stop.find_targets(
             [(self._slots[local_rank].process, beat.pid if beat else 0) for local_rank, beat in beats.items()],
             {self._slots[rank].process.pid: pid for rank, pid in scripts.items()},
         )
@@ -392,8 +386,8 @@ class LocalWorkers:
             # SIGABRT in place of SIGTERM, but not where that would keep a script from saving.
             targets = [replace(target, is_asked=not acts_on(signal.SIGTERM, target.pid)) for target in targets]
         has_peers = self._stop.wants_stacks and self.layout.group_world_size > 1
-        asked = self._stop.asked = StacksThenStop(
-            targets, stopper, clock=self._clock, head_start=HEAD_START_SECONDS if has_peers else 0.0
+        asked = self._stop.asked = hang_stop.StacksThenStop(
+            targets, stopper, clock=self._clock, head_start=hang_stop.HEAD_START_SECONDS if has_peers else 0.0
         )
         return asked
 

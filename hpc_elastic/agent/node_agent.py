@@ -17,16 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpc_elastic.agent import rounds
-from hpc_elastic.agent.ending import (
-    CrashGuard,
-    HeardSignals,
-    ThreadFailedError,
-    deregister,
-    exit_code,
-    finish_if_unclaimed,
-    leave_run,
-)
+from hpc_elastic.agent import ending, rounds
+from hpc_elastic.agent.ending import CrashGuard, HeardSignals, ThreadFailedError
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.part import AgentSite, Condemned, HealthVerdict, Part, fork_workers, watched
 from hpc_elastic.agent.rounds import LOAD_SECONDS, ClockOffsetLog, RoundWorkers
@@ -284,7 +276,7 @@ class NodeAgent:
     def _leave_unfit(self, verdict: HealthVerdict) -> None:
         self._unfit = verdict
         if not verdict.is_usage:  # else the supervisor gives the node up, and judges by what all of them did
-            self.site.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
+            self.site.coordination.ask(lambda participant: ending.leave_run(participant, verdict.reason))
         self._happens(Event.LEAVE, verdict.reason)
 
     def condemn(self, found: Condemned) -> None:
@@ -458,12 +450,14 @@ class NodeAgent:
     def leave(self) -> int:
         if self.has_run:
             self._reports.write_again()
-        code = exit_code(ended_by=self.heard.ended_by, failure=self._failure, unfit=self._unfit, record=self.record)
+        code = ending.exit_code(
+            ended_by=self.heard.ended_by, failure=self._failure, unfit=self._unfit, record=self.record
+        )
         for part in self.parts:
             part.close()
         self.site.watch.close()
         if self._failure is None:
-            finish_if_unclaimed(self.site, self.record, ended_by=self.heard.ended_by)
+            ending.finish_if_unclaimed(self.site, self.record, ended_by=self.heard.ended_by)
         self.site.events.write(AgentEnded(reason=self._why_ended, code=code))
-        self.hangs = not deregister(self.site)
+        self.hangs = not ending.deregister(self.site)
         return code

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,15 +23,9 @@ from hpc_elastic.run.agent_events import (
     ReplacementRefused,
     WorkerReplaced,
 )
-from hpc_elastic.worker_api.restart_group import (
-    REPLACES,
-    REPORTS,
-    WAIT,
-    RestartGroupEvent,
-    RestartGroupReport,
-    RestartWith,
-    decode,
-)
+from hpc_elastic.worker_api import restart_group as reports
+from hpc_elastic.worker_api.restart_group import RestartGroupEvent, RestartGroupReport, RestartWith
+from hpc_elastic.workers.spawn import describe_exitcode
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -55,9 +48,7 @@ class DeadWorker(Struct, frozen=True, kw_only=True):
     exitcode: int
 
     def __str__(self) -> str:
-        code = self.exitcode
-        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
-        return f"rank {self.rank} ended with {how}"
+        return f"rank {self.rank} ended with {describe_exitcode(self.exitcode)}"
 
 
 def why_not_replaced(dead: DeadWorker, *, last: RestartGroupEvent | None, used: int, limit: int) -> str:
@@ -90,9 +81,9 @@ class RestartGroupWatch(Part):
         """A wait that the user chose stays."""
         if not self._path:
             return {}
-        found = {REPORTS: self._path}
+        found = {reports.REPORTS: self._path}
         if self._policy is RestartWith.IN_PROCESS:
-            found[WAIT] = given.get(WAIT) or f"{WAIT_SECONDS:g}"
+            found[reports.WAIT] = given.get(reports.WAIT) or f"{WAIT_SECONDS:g}"
         return found
 
     def look(self, agent: NodeAgent) -> None:
@@ -107,7 +98,7 @@ class RestartGroupWatch(Part):
             return
         *lines, self._unread = (self._unread + raw).split(b"\n")
         for raw_line in lines:
-            if (line := decode(raw_line)) is not None:
+            if (line := reports.decode(raw_line)) is not None:
                 self._take(line, round_index)
 
     def replace_dead(self, workers: LocalWorkers) -> bool:
@@ -127,7 +118,7 @@ class RestartGroupWatch(Part):
         number = self._used.get(dead.local_rank, 0) + 1
         self._used[dead.local_rank] = number
         try:
-            pid = workers.replace(dead.local_rank, {REPLACES: str(number)})
+            pid = workers.replace(dead.local_rank, {reports.REPLACES: str(number)})
         except (HpcElasticError, OSError) as error:
             return self._refuse(dead, f"{dead}, and no process can be started in its place: {error}", workers.round)
         reason = f"{dead}; {sum(self._used.values())} of {self._limit} replacements in this round are used"

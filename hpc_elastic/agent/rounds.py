@@ -161,12 +161,12 @@ class RoundWorkers:
         )
 
     def start(self, group: LocalWorkers, environ: Mapping[str, str]) -> None:
-        from hpc_elastic.agent.worker_environment import worker_command, worker_environment
+        from hpc_elastic.agent.worker_environment import worker_environment
 
         site, facts, spec = self._site, self.facts, self._site.me.spec
         changed = self._change.apply(environ)
         group.start(
-            worker_command(spec, self._change),
+            [*spec.worker_prefix, *self._change.command(spec.entrypoint.argv())],
             lambda local_rank, error_file: worker_environment(
                 changed, facts, local_rank=local_rank, error_file=error_file
             ),

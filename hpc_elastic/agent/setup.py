@@ -16,16 +16,9 @@ from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.files import make_private_dir, write_private
 from hpc_elastic.base.loop import Inbox, wait_readable
 from hpc_elastic.run.agent_events import UserCommandEnded
+from hpc_elastic.workers import user_command
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError
-from hpc_elastic.workers.user_command import (
-    END_SECONDS,
-    KEPT_ENVIRONMENT,
-    CommandEnd,
-    UserCommand,
-    last_lines,
-    read_change,
-    setup_command,
-)
+from hpc_elastic.workers.user_command import CommandEnd, UserCommand
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -57,12 +50,12 @@ class Setup(Part):
         site = self._site
         try:
             self._command = UserCommand.start(
-                setup_command(site.me.spec.setup),
+                user_command.setup_command(site.me.spec.setup),
                 environ=self._environ,
                 cwd=site.me.spec.cwd,
                 inherited=site.me.inherited,
                 clock=site.clock,
-                kept=KEPT_ENVIRONMENT,
+                kept=user_command.KEPT_ENVIRONMENT,
             )
         except WorkerStartError as error:
             self._ends.put(CommandEnd(exitcode=127, stderr=str(error).encode()))
@@ -85,13 +78,13 @@ class Setup(Part):
     def close(self) -> None:
         if self._command is not None and not self._command.is_gone:
             self._command.kill()
-            wait_readable([self._ends], END_SECONDS)
+            wait_readable([self._ends], user_command.END_SECONDS)
 
     def _judge(self, end: CommandEnd) -> EnvironmentChange | str:
-        found = read_change(end, self._environ)
+        found = user_command.read_change(end, self._environ)
         why, change = (found, NO_CHANGE) if isinstance(found, str) else ("", found)
         output, log = end.stderr, self._site.me.paths.setup_log(self._site.me.node)
-        shown = last_lines(output, _MOST_LINES)
+        shown = user_command.last_lines(output, _MOST_LINES)
         if output.strip():
             self._site.files.post(lambda: self._keep(log, output))
         self._site.events.write(

@@ -22,7 +22,6 @@ from hpc_elastic.worker_api.agent_store import STORE_VARIABLE
 from hpc_elastic.worker_api.heartbeat_record import VARIABLE as HEARTBEAT
 from hpc_elastic.worker_api.restart_group import REPORTS
 from hpc_elastic.workers.handlers import INSIDE_VARIABLE
-from hpc_elastic.workers.spawn import EnvironmentChange
 from hpc_elastic.workers.tree import TAG_VARIABLE
 
 
@@ -45,11 +44,6 @@ class RoundFacts(Struct, frozen=True, kw_only=True):
     run_dir: str
     attempt: int
     tag: str
-
-
-def worker_command(spec: RunSpec, change: EnvironmentChange) -> list[str]:
-    """The Python is the one that ``--setup`` has put first on PATH, where none was asked for."""
-    return [*spec.worker_prefix, *change.command(spec.entrypoint.argv())]
 
 
 def worker_environment(

@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from hpc_elastic.agent import hang_stop
 from hpc_elastic.agent.flight_recorder import FlightRecorders
-from hpc_elastic.agent.hang_stop import (
-    JUDGE_SECONDS,
-    HungWorker,
-    StacksThenStop,
-    WorkerSlot,
-    describe_hang,
-    observe_failure,
-    observe_silent,
-    read_stacks,
-)
+from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, WorkerSlot
 from hpc_elastic.agent.part import GroupSite
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FilesystemHangsError
@@ -153,9 +145,9 @@ class WorkerEvidence(Struct, eq=False):
         slot.is_looked_at = True
         facts = self._facts(slot, slot.exit, self._oom_kills_since())
         if facts.exitcode > 0 or facts.exitcode in _ABORTED:
-            self.site.pump.drained(slot.process.pid, JUDGE_SECONDS)
+            self.site.pump.drained(slot.process.pid, hang_stop.JUDGE_SECONDS)
             try:
-                slot.early = self.site.files.do(lambda: _describe(slot, facts), within=JUDGE_SECONDS)
+                slot.early = self.site.files.do(lambda: _describe(slot, facts), within=hang_stop.JUDGE_SECONDS)
             except FilesystemHangsError:
                 pass  # it is ended as if its cause were known
         return slot.early
@@ -217,7 +209,7 @@ class WorkerEvidence(Struct, eq=False):
                 self.observed |= {
                     failure.global_rank: each
                     for failure in described
-                    if (each := observe_failure(failure, latest_ns=latest_ns))
+                    if (each := hang_stop.observe_failure(failure, latest_ns=latest_ns))
                 }
                 self.activities = [self._with_flight(self.observed[rank]) for rank in sorted(self.observed)]
             return described
@@ -282,14 +274,16 @@ class WorkerEvidence(Struct, eq=False):
     def _describe_hung(self, worker: HungWorker) -> WorkerFailure | None:
         slot = worker.slot
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
-        dump = read_stacks(worker)
+        dump = hang_stop.read_stacks(worker)
         if self.stop.wants_stacks or worker.is_spared or (dump is not None and dump.main):
             where = worker.state.whereabouts() if worker.state is not None else ""
             self.stacks[slot.global_rank] = stacks_of(dump, where=where)  # else it was about to end
-        self.observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
+        self.observed[slot.global_rank] = hang_stop.observe_silent(slot.global_rank, worker.state, dump)
         if not worker.why:
             return None
-        return describe_hang(worker, dump, last_heartbeat_ns=self.site.watch.last_heartbeat_ns(slot.local_rank))
+        return hang_stop.describe_hang(
+            worker, dump, last_heartbeat_ns=self.site.watch.last_heartbeat_ns(slot.local_rank)
+        )
 
     def _describe(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)

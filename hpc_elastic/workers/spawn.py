@@ -371,6 +371,15 @@ def _check_started(error_r: int, pid: int, command: str, cwd: str, exec_wait: fl
     raise exec_failure(command=command, cwd=cwd, path=path, code=int(code), path_exists=there)
 
 
+def describe_exitcode(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
 class WorkerStartError(HpcElasticError):
     """A worker's process could not be started. `errno` is the system's code; `command` is what was to run."""
 

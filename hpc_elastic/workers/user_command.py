@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import start_thread, wait_readable
-from hpc_elastic.workers import tree
+from hpc_elastic.workers import spawn, tree
 from hpc_elastic.workers.spawn import EnvironmentChange, Inherited, WorkerProcess, find_program, start_worker
 from hpc_elastic.workers.tree import JOB_VARIABLE
 
@@ -158,14 +158,7 @@ def describe_end(end: CommandEnd) -> str:
     """``exit code 3``; empty where it has not failed. Pure."""
     if end.is_late:
         return f"it had not ended after {end.seconds:.0f} s"
-    if end.exitcode == 0:
-        return ""
-    if end.exitcode > 0:
-        return f"exit code {end.exitcode}"
-    try:
-        return signal.Signals(-end.exitcode).name
-    except ValueError:
-        return f"signal {-end.exitcode}"
+    return spawn.describe_exitcode(end.exitcode) if end.exitcode else ""
 
 
 def last_lines(output: bytes, most: int) -> list[str]:

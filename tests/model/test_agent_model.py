@@ -184,7 +184,7 @@ class Story:
             self._has_failed = True
             fails = [node for node in world.agents if node.alive and record.member(node.info.uid)][-1]
             assert fails.workers is not None
-            fails.workers.fall()
+            fails.workers.break_down()
         elif record.round > 0:
             world.finish()
         return world.is_over()
@@ -242,7 +242,7 @@ def test_the_budget_is_spent_on_workers_alone(patch: Patch) -> None:
         if record is not None and world.everybody_runs() and record.round not in failed:
             failed.add(record.round)
             assert nodes[1].workers is not None
-            nodes[1].workers.fall(f"failure {record.round}")
+            nodes[1].workers.break_down(f"failure {record.round}")
         return world.is_over()
 
     assert world.run(goes_on, seconds=100)
@@ -316,7 +316,7 @@ def test_a_late_node(patch: Patch, grow: GrowPolicy) -> None:
         world.run(lambda: False, seconds=120)
         assert seats(world) == [0, 1]
         assert world.agents[0].workers is not None
-        world.agents[0].workers.fall()
+        world.agents[0].workers.break_down()
     assert world.run(lambda: world.everybody_runs(least=3), seconds=20)
     assert seats(world) == [0, 1, 2]
 
@@ -407,7 +407,7 @@ def meddle(node: AgentNode, rng: random.Random, *, calm: bool) -> None:
     elif chance < 0.02:
         node.frozen = False
     elif chance < 0.03 and running is not None and running.started and not node.frozen:
-        running.fall(f"failure {rng.randint(0, 2)}")
+        running.break_down(f"failure {rng.randint(0, 2)}")
     elif chance < 0.034 and running is not None and running.started and not node.frozen:
         running.finish()
     elif chance < 0.05:

@@ -8,7 +8,6 @@ ended them, or a new agent of that node has. After every step the invariants are
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -27,21 +26,19 @@ from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.save_reports import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.workers.stop import Stopped
 from tests.rigs.agent_site import make_site, make_spec
 from tests.rigs.event_pairs import log_into
+from tests.rigs.fake_workers import FakeWorkers, failure
 from tests.rigs.rendezvous_world import Crash, Node, World
 
 LOOKS_TO_STOP = 2
@@ -60,27 +57,15 @@ class Worker:
     master: str
 
 
-class FakeWorkers:
-    """Stands for `LocalWorkers`."""
+class ListedWorkers(FakeWorkers):
+    """Their processes are in a list that outlives the agent, and each effect passes a gate."""
+
+    looks_to_stop = LOOKS_TO_STOP
+    started = False
 
     def __init__(self, node: AgentNode, round_index: int, layout: RankLayout) -> None:
-        self._node = node
-        self.round = round_index
-        self.layout = layout
-        self.failed = self.succeeded = self.stopping = False
-        self.want_no_other_try = False
-        self.own_ends = ()
-        self.took_stacks = self.wants_look = self.has_symptoms_only = False
-        self.activities: list[Activity] = []
-        self.stacks: dict[int, RankStacks] = {}
-        self.unwritten: list[Callable[[], object]] = []
-        self.evidence = self
-        self.sockets = SimpleNamespace(due=math.inf, ranks=(), network="")
-        self.started = False
-        self._news = False
-        self._looks = 0
-        self._message = ""
-        self._started_at = node.world.clock.now
+        super().__init__(round_index, layout)
+        self._node, self._started_at = node, node.world.clock.now
 
     @property
     def seconds(self) -> float:
@@ -116,39 +101,17 @@ class FakeWorkers:
         self.started = True
         self._node.lease.begin(self.round, self._node.show_lease)
 
-    def watched(self) -> list[int]:
-        return []
-
-    def poll(self) -> bool:
-        news, self._news = self._news, False
-        return news
-
     def exit_summary(self) -> str:
-        return self._message
-
-    def condemn(self, found: Condemned) -> None:
-        self.took_stacks |= found.failure_class is FailureClass.HANG
-
-    def look_first(self) -> None:
-        self.wants_look = True
-
-    def look_at_failure(self) -> WorkerFailure | None:
-        return None
-
-    def begin_grace(self) -> None:
-        pass
-
-    def end_delay(self) -> None:
-        pass
+        return self.failures[0].message if self.failures else ""
 
     def begin_stop(self, *, grace: float, at_once: bool = False) -> None:
         self._node._gate("SIGTERM")
         if not self.stopping:
-            self.stopping, self._looks = True, LOOKS_TO_STOP
+            self.stopping, self.looks_to_stop = True, LOOKS_TO_STOP
 
     def step_stop(self) -> Stopped | float:
-        if self._looks > 0:
-            self._looks -= 1
+        if self.looks_to_stop > 0:
+            self.looks_to_stop -= 1
             return 0.1
         for worker in self.mine():
             self._node.agents.processes.remove(worker)
@@ -156,36 +119,24 @@ class FakeWorkers:
         self.stopping = False
         return Stopped(exits={}, killed=0, left=(), seconds=0.2)
 
-    def show_causes(self, reason: str) -> None: ...
-
     def describe_failures(self) -> list[WorkerFailure]:
         self._node._gate("evidence")
-        if not self.failed:
-            return []
-        return [
-            WorkerFailure(
-                global_rank=self.layout.first_rank,
-                message=self._message,
-                failure_class=FailureClass.ROOT,
-                fingerprint=self._message,
-                category=Category.WORKER,
-            )
-        ]
+        return self.failures
 
     def condemn_unstarted(self, error: Exception) -> Condemned:
         raise AssertionError(f"the workers can always be started, and yet: {error}")
 
     # -- what happens to them ------------------------------------------------------------------------------------
 
-    def fall(self, message: str = "boom") -> None:
+    def break_down(self, message: str = "boom") -> None:
         """One fails."""
         if not (self.failed or self.succeeded or self.stopping):
-            self.failed, self._news, self._message = True, True, message
+            self.fall(failure(self.layout.first_rank, message=message, fingerprint=message))
 
     def finish(self) -> None:
         """All end with 0."""
         if not (self.failed or self.succeeded or self.stopping):
-            self.succeeded, self._news = True, True
+            super().finish()
             for worker in self.mine():
                 self._node.agents.processes.remove(worker)
 
@@ -303,7 +254,7 @@ class AgentNode(Node):
         return self.world
 
     @property
-    def workers(self) -> FakeWorkers | None:
+    def workers(self) -> ListedWorkers | None:
         return self.agent.workers  # type: ignore[return-value]
 
     def is_settled(self, round_index: int) -> bool:
@@ -426,10 +377,10 @@ class AgentWorld(World):
         patch(rounds, "torch_available", lambda python: True)
         patch(node_agent, "reap_orphans", lambda known: [])
 
-    def _make_workers(self, site: GroupSite, **_: object) -> FakeWorkers:
+    def _make_workers(self, site: GroupSite, **_: object) -> ListedWorkers:
         node = next(node for node in reversed(self.nodes) if node.index == site.node)
         assert isinstance(node, AgentNode)
-        return FakeWorkers(node, site.round, site.layout)
+        return ListedWorkers(node, site.round, site.layout)
 
     @property
     def agents(self) -> list[AgentNode]:

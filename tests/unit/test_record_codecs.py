@@ -160,8 +160,10 @@ def read_by_the_codec() -> Iterator[type]:
                 "read_claim": 0,
                 "ClaimReader": 2,
             }.get(function)
-            if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Name):
-                cls = getattr(importlib.import_module(name), ast.unparse(node.args[at]), None)
+            if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Name | ast.Attribute):
+                cls: Any = importlib.import_module(name)
+                for part in ast.unparse(node.args[at]).split("."):
+                    cls = getattr(cls, part, None)
                 if isinstance(cls, type) and issubclass(cls, msgspec.Struct):
                     yield cls
 

@@ -28,6 +28,7 @@ from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.suspicions import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.fake_workers import IdleWorkers, started
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 
@@ -217,35 +218,11 @@ def test_what_it_does_not_mean(text: str) -> None:
         parse_hangs(text)
 
 
-def started(round_index: int, count: int) -> Any:
-    """Workers of a round that have just been started."""
-    return SimpleNamespace(round=round_index, layout=SimpleNamespace(local_world_size=count))
-
-
-class Workers(SimpleNamespace):
-    """What is needed of `LocalWorkers`."""
-
-    def __init__(self) -> None:
-        layout = SimpleNamespace(group_rank=0, first_rank=0)
-        super().__init__(running_pids={0: 2**22 + 1}, running=[0], layout=layout, asked=[], mute={}, cost=0.0)
-
-    def ask_for_dumps(self, local_ranks: Iterable[int]) -> bool:
-        self.asked += local_ranks
-        self.cost = 20.0
-        return True
-
-    def read_dumps(self) -> dict[int, Any]:
-        return {}
-
-    def find_mute(self) -> dict[int, float]:
-        return self.mute  # type: ignore[no-any-return]
-
-
 class Steps:
     """A detector whose worker works until `pace` is 0."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, names: str = "a", **settings: Any) -> None:
-        self.clock, self.workers, self.cpu, self.pace = FakeClock(), Workers(), 0.0, 30.0
+        self.clock, self.workers, self.cpu, self.pace = FakeClock(), IdleWorkers(), 0.0, 30.0
         self.folder, self.files = folder, FileExecutor(name="test")
 
         def count(pids: Iterable[int]) -> dict[int, Counts]:

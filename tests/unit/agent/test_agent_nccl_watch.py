@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from hpc_elastic.run.suspicions import Source, Suspicion
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_ras import FakeRas
+from tests.rigs.fake_workers import IdleWorkers, started
 
 DATA = Path(__file__).parents[2] / "data"
 HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
@@ -154,34 +154,11 @@ def ranks_that_wait_for_a_gpu_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hang_detector, "read_counts", counts)
 
 
-def started(round_index: int, count: int) -> Any:
-    """Workers of a round that have just been started."""
-    return SimpleNamespace(round=round_index, layout=SimpleNamespace(local_world_size=count))
-
-
-class Workers(SimpleNamespace):
-    """What is needed of `LocalWorkers`, of the node of group rank 0."""
-
-    def __init__(self, *, group_rank: int = 0) -> None:
-        layout = SimpleNamespace(group_rank=group_rank, first_rank=0)
-        super().__init__(running_pids={0: 2**22 + 1}, running=[0], layout=layout, asked=0, dumps={})
-
-    def ask_for_dumps(self, local_ranks: Iterable[int]) -> bool:
-        self.asked += 1
-        return bool(self.dumps)
-
-    def find_mute(self) -> dict[int, float]:
-        return {}
-
-    def read_dumps(self) -> dict[int, Any]:
-        return self.dumps
-
-
 class Scene:
     """A watch of a run of 4 ranks on 2 nodes, and the server that it asks."""
 
     def __init__(self, folder: Path, server: FakeRas | None, *, group_rank: int = 0) -> None:
-        self.clock, self.workers, self.folder = FakeClock(), Workers(group_rank=group_rank), folder
+        self.clock, self.workers, self.folder = FakeClock(), IdleWorkers(group_rank=group_rank, answers=False), folder
         files = self.files = FileExecutor(name="test")
         address = f"127.0.0.1:{server.address[1]}" if server is not None else ""
         self.nccl = NcclWatch(address, run_uid="run", least=300.0, clock=self.clock)
@@ -229,7 +206,7 @@ def test_a_straggler_is_a_suspicion_once_and_none_when_it_goes_on(tmp_path: Path
         assert scene.shown is not None
         assert (scene.shown.reason, scene.shown.ranks) == (found.reason, (2,))
         assert "rank 2 on n1 has launched AllReduce up to #8, 3 others up to #9" in found.reason
-        assert scene.workers.asked == 0
+        assert not scene.workers.asked
         assert 10 <= server.asked.count("VERBOSE STATUS") <= 14  # once a minute
         counts[:] = [10, 10, 10, 10]
         assert scene.minutes(2) == []
@@ -250,7 +227,7 @@ def test_dumps_show_whether_all_hang_or_rest(tmp_path: Path, done: int | None) -
         scene.minutes(2)
         counts[:] = [9, 9, 9, 9]
         found = scene.minutes(15)
-        assert scene.workers.asked == 1
+        assert scene.workers.asked == [0]
         even = "all 4 ranks have launched the same collectives of NCCL, and none for 5 min 00 s"
         reasons = {
             None: [f"{even}: they all hang, or do without"],

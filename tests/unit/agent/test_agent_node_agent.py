@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,25 +27,24 @@ from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, St
 from hpc_elastic.agent.supervision import Phase, WorkerState
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
 from hpc_elastic.failures.contrast import moment_after
-from hpc_elastic.failures.ranking import ALL_ALIKE, Category, FailureClass
+from hpc_elastic.failures.ranking import ALL_ALIKE, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
-from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
 from hpc_elastic.run.activities import Activity, Doing, RankSockets
-from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.workers.spawn import EnvironmentChange, WorkerStartError
-from hpc_elastic.workers.stop import Stopped, Survivor
+from hpc_elastic.workers.stop import Survivor
 from tests.rigs.agent_site import make_site, make_spec
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.fake_workers import FakeWorkers, failure
 
 ME = "00000-n0-0000000000000005-aaaa"
 OTHER = "00001-n1-0000000000000001-bbbb"
@@ -75,116 +73,6 @@ RUNNING = ([frozen()], [final()])
 
 def closed(outcome: Outcome = Outcome.SUCCEEDED) -> RoundRecord:
     return replace(START, status=Status.CLOSED, outcome=outcome, members=BOTH, reason="the end")
-
-
-def failure(rank: int = 0, **changes: Any) -> WorkerFailure:
-    plain = WorkerFailure(
-        global_rank=rank, message="boom", failure_class=FailureClass.ROOT, fingerprint="F", category=Category.WORKER
-    )
-    return replace(plain, **changes)
-
-
-@dataclass
-class Workers:
-    """Stands for `LocalWorkers`: ends when a test says so; stopping takes one look."""
-
-    round: int
-    layout: Any
-    excluding: Callable[[], Any]
-    argv: list[str] = field(default_factory=list)
-    environments: list[Mapping[str, str]] = field(default_factory=list)
-    failed: bool = False
-    succeeded: bool = False
-    stopping: bool = False
-    looks_to_stop: int = 1
-    graces: list[float] = field(default_factory=list)
-    excluded: list[Any] = field(default_factory=list)
-    failures: list[WorkerFailure] = field(default_factory=list)
-    left: tuple[Survivor, ...] = ()
-    news: bool = False
-    pids: list[int] = field(default_factory=lambda: [4711])
-    seconds: float = 12.0
-    want_no_other_try: bool = False
-    running: list[int] = field(default_factory=lambda: [0, 1])
-    took_stacks: bool = False
-    stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    unwritten: list[Callable[[], object]] = field(default_factory=list)
-    own_ends: tuple[OwnEnd, ...] = ()
-    has_symptoms_only: bool = False
-    early: WorkerFailure | None = None
-    waits: bool = False
-    wants_look: bool = False
-    moment_ended: bool = False
-    activities: list[Activity] = field(default_factory=list)
-    sockets: Any = field(default_factory=lambda: SimpleNamespace(due=math.inf, ranks=(), network=""))
-    socket_looks: int = 0
-    condemned: list[Condemned] = field(default_factory=list)
-
-    @property
-    def evidence(self) -> Workers:
-        return self
-
-    def look_at_sockets(self) -> None:
-        self.socket_looks += 1
-        self.sockets.due = math.inf
-
-    def condemn(self, found: Condemned) -> None:
-        self.condemned.append(found)
-        self.took_stacks |= found.failure_class is FailureClass.HANG
-
-    def condemn_unstarted(self, error: Exception) -> Condemned:
-        self.failures = [failure(message=str(error))]
-        return Condemned(reason=str(error), failure_class=FailureClass.INFRASTRUCTURE, ranks={0: str(error)})
-
-    def look_first(self) -> None:
-        self.wants_look = True
-
-    def end_delay(self) -> None:
-        self.moment_ended = True
-
-    def look_at_failure(self) -> WorkerFailure | None:
-        return self.early
-
-    def begin_grace(self) -> None:
-        self.waits = True
-
-    def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], **_how: object) -> None:
-        self.argv = argv
-        self.environments = [environment(n, f"error{n}") for n in range(self.layout.local_world_size)]
-
-    def watched(self) -> list[int]:
-        return []
-
-    def poll(self) -> bool:
-        news, self.news = self.news, False
-        return news
-
-    def exit_summary(self) -> str:
-        return "rank 0 ended with exit code 1"
-
-    def begin_stop(self, *, grace: float, at_once: bool = False) -> None:
-        self.graces.append(-1.0 if at_once else grace)
-        self.excluded.append(set(self.excluding()))
-        self.stopping = True
-
-    def step_stop(self) -> Stopped | float:
-        if self.looks_to_stop > 0:
-            self.looks_to_stop -= 1
-            return 0.0
-        self.stopping = False
-        return Stopped(exits={}, killed=0, left=self.left, seconds=0.1)
-
-    def show_causes(self, reason: str) -> None:
-        pass
-
-    def describe_failures(self) -> list[WorkerFailure]:
-        return self.failures
-
-    def fall(self, *failures: WorkerFailure) -> None:
-        self.failed, self.news, self.failures = True, True, list(failures)
-
-    def finish(self) -> None:
-        self.succeeded, self.news = True, True
 
 
 class Said:
@@ -313,7 +201,7 @@ class Play:
     agent: NodeAgent
     said: Said
     server: Server
-    workers: list[Workers]
+    workers: list[FakeWorkers]
     signals: list[signal.Signals]
     events: list[tuple[str, dict[str, Any]]]
     script: Script
@@ -352,13 +240,13 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         **spec: Any,
     ) -> Play:
         said, server = Said(), Server()
-        made: list[Workers] = []
+        made: list[FakeWorkers] = []
         signals: list[signal.Signals] = []
         events: list[tuple[str, dict[str, Any]]] = []
         script = Script(said, always_ready)
 
-        def make_workers(site: GroupSite, **kinds: Any) -> Workers:
-            workers = Workers(site.round, site.layout, kinds["excluding"])
+        def make_workers(site: GroupSite, **kinds: Any) -> FakeWorkers:
+            workers = FakeWorkers(site.round, site.layout, kinds["excluding"])
             if start_error is not None:
 
                 def refuse(*_: Any, **__: Any) -> None:
