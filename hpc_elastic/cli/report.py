@@ -42,9 +42,8 @@ from hpc_elastic.cli.screen import (
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import Document
+from hpc_elastic.report.document import Document, with_end
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.subject import with_end
 from hpc_elastic.run.paths import RankPaths, RunPaths
 
 _CLEAR = "\x1b[H\x1b[2J"

@@ -59,7 +59,7 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     time_limits: int = 0
     """How often it went on in another job because of a time limit."""
     time_limit_seconds: float = 0.0
-    """With queue, start, and steps that were done again."""
+    """Queue, start and steps that were done again included."""
     longest_step: float | None = None
     """Seconds between two heartbeats."""
     step_timeout: float | None = None
@@ -112,11 +112,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     text: str
 
 
-def advise(history: RunHistory, goodput: Goodput) -> tuple[Advice, ...]:
-    return advise_by(measure_costs(history, goodput), goodput)
-
-
-def advise_by(costs: MeasuredCosts, goodput: Goodput) -> tuple[Advice, ...]:
+def advise(costs: MeasuredCosts, goodput: Goodput) -> tuple[Advice, ...]:
     if goodput.wall < _LEAST_WALL:
         return ()
     found = (

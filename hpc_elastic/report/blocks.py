@@ -15,10 +15,11 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
-from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.verdict import Cause, Verdict
 
 _CONSEQUENCES = (FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US)
+_SILENCE = " ({:.1f} s without a heartbeat)"
 _Key = tuple[str, str, int]
 
 
@@ -62,8 +63,7 @@ def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS)
 
 def _by_frequency(wordings: dict[_Key, list[WorkerFailure]]) -> tuple[SimilarFailures, ...]:
     found = [(key, SimilarFailures(members=tuple(members))) for key, members in wordings.items()]
-    if len(found) > 1:
-        found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
+    found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
     return tuple(same for _, same in found)
 
 
@@ -74,6 +74,8 @@ class RanksLine(NamedTuple):
     text: str
     details: tuple[RanksLine, ...] = ()
     """Shown where everything is."""
+    stack: tuple[str, ...] = ()
+    """All of it where `text` has its end, innermost call last."""
 
 
 class Block(Struct, frozen=True, kw_only=True):
@@ -87,6 +89,12 @@ class Block(Struct, frozen=True, kw_only=True):
     """One line in place of it all, where not everything is shown."""
     foot: str = ""
     evidence: WorkerFailure | None = None
+
+    def left_out(self, shown: int) -> str:
+        """The lines after so many, in a line; empty: there are none."""
+        hidden = self.lines[shown:]
+        ranks = sum(len(line.ranks) for line in hidden)
+        return f"... {self.more.format(ranks=ranks, lines=len(hidden))}" if hidden else ""
 
 
 def other_failures(part: RoundHistory, verdict: Verdict, *, is_counted: bool = False) -> Block | None:
@@ -116,7 +124,10 @@ def other_failures(part: RoundHistory, verdict: Verdict, *, is_counted: bool = F
     return Block(
         title=title,
         lines=(
-            *(RanksLine((), clean_line(wording.describe_silence(loss))) for loss in lost),
+            *(
+                RanksLine((), f"{clean_line(loss.summary)}{_SILENCE.format(loss.age) if loss.age else ''}")
+                for loss in lost
+            ),
             *(_fold_line(fold, root, verdict, part.clocks) for fold in folds),
         ),
         more="{ranks} failures of {lines} more kinds",
@@ -149,15 +160,16 @@ def hung_ranks(part: RoundHistory) -> list[Block]:
     found = [
         Block(
             title="Where each rank's main thread was (innermost call first):",
-            lines=tuple(RanksLine(group.ranks, f": {_where_stood(group)}") for group in stacks),
+            lines=tuple(RanksLine(group.ranks, f": {_where_stood(group)}", stack=group.stack) for group in stacks),
             more="{ranks} more ranks",
         ),
         Block(
             title="Where the other threads were:",
             lines=tuple(
-                RanksLine(group.ranks, f"{name}: {_where_stood(group)}")
+                RanksLine(group.ranks, f"{name}: {_where_stood(group)}", stack=group.stack)
                 for name, group in zip(names, part.threads, strict=True)
             ),
+            more="{lines} more places",
             short=f"  other threads: {plural(len(names), 'more place')} (--all shows them; stacks.txt has all)",
         ),
         Block(title="Last heartbeats:", lines=tuple(_heartbeats(part)), more="{lines} more steps and sections"),

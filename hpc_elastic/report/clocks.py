@@ -190,13 +190,11 @@ class ClocksBuilder:
         self._samples: list[tuple[int, ClockCompared]] = []
         """Each with its node."""
         self._hosts: dict[int, str] = {}
-        self._built: Clocks | None = None
 
     def take(self, line: EventLine) -> None:
         event, node = line.event, line.node
         if not isinstance(event, (ClockCompared, AgentStarted, AttemptStarted)):
             return
-        self._built = None
         if isinstance(event, AttemptStarted):
             if line.role == "supervisor":
                 self._hosts[SUPERVISOR] = line.host
@@ -208,11 +206,6 @@ class ClocksBuilder:
             self._samples.append((node, event))
 
     def build(self) -> Clocks:
-        if self._built is None:
-            self._built = self._build()
-        return self._built
-
-    def _build(self) -> Clocks:
         links, contradicted = _links(self._samples)
         walls: dict[int, list[tuple[int, int]]] = {}
         for node, sample in self._samples:
@@ -278,15 +271,12 @@ def _tree(links: Mapping[tuple[int, int], _Hop], reference: int) -> dict[int, _H
     for near, far in sorted(links):
         neighbours.setdefault(far, []).append(near)
     hops: dict[int, _Hop] = {}
-    front = [reference]
-    while front:
-        further = []
-        for far in front:
-            for near in neighbours.get(far, ()):
-                if near != reference and near not in hops:
-                    hops[near] = links[near, far]
-                    further.append(near)
-        front = further
+    reached = [reference]
+    for far in reached:  # it grows
+        for near in neighbours.get(far, ()):
+            if near != reference and near not in hops:
+                hops[near] = links[near, far]
+                reached.append(near)
     return hops
 
 

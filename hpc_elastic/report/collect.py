@@ -42,7 +42,7 @@ _MISSING = "error.json is missing: this is what its agent's event says"
 def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container[int] = ()) -> None:
     texts: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    clocks = builder.clocks.build()
+    clocks = builder.history.clocks
     folders = set(_indices(paths.root, round_index))
     for index in sorted(folders | set(builder.rounds)):
         part = builder.round(index)
@@ -189,6 +189,7 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
     known = readable_fields(RunSpec, spec)
     entrypoint: Entrypoint = known.get("entrypoint") or Entrypoint(kind=EntryKind.COMMAND, target="")
     timeouts: SectionTimeouts = known.get("section_timeouts") or SectionTimeouts()
+    sections = tuple(filter(is_section_name, timeouts.seconds))
     given = str(known.get("name", ""))
     # An image's Python is not ours to fork, and a command may be no Python script.
     can_fork = entrypoint.kind is not EntryKind.COMMAND and known.get("container_image") is None
@@ -205,7 +206,7 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         name=cut_end(name, _LONGEST),
         max_requeues=known.get("max_requeues"),
         command="" if _WORKER in entrypoint.args else shlex.join(filter(None, (entrypoint.target, *entrypoint.args))),
-        section_timeouts=_sections(timeouts),
+        section_timeouts=(*sections, STEP) if timeouts.learns_step and STEP not in sections else sections,
         step_timeout=None if timeouts.learns_step else timeouts.seconds.get(STEP),
         could_fork=can_fork and known.get("start_method") is not StartMethod.FORKSERVER,
         attempts=_collect_attempts(paths, numbers, ranks),
@@ -222,11 +223,6 @@ def _bad_nodes(record: NodeRecord, option: object) -> tuple[NodeScore, ...]:
         return ()
     scores = score_nodes(record.evidence, now_ns=record.saved_ns, hours=settings.hours)
     return tuple(score for score in scores if score.is_bad)
-
-
-def _sections(timeouts: SectionTimeouts) -> tuple[str, ...]:
-    names = tuple(filter(is_section_name, timeouts.seconds))
-    return (*names, STEP) if timeouts.learns_step and STEP not in names else names
 
 
 def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:
@@ -265,6 +261,7 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
     builder.coverage.begin_file()
     _read_result(paths, builder)
     history.problems += tuple(_describe_missing(builder))
+    history.clocks = builder.clocks.build()
     read_failures(paths, builder, ranks)
     _read_heartbeats(paths, builder)
     return builder.build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -17,7 +18,6 @@ from hpc_elastic.report.history import (
     AgentTimes,
     AttemptHistory,
     FailedAgent,
-    GivenUpNode,
     NodeLoss,
     RestartRecord,
     RoundHistory,
@@ -38,6 +38,7 @@ _MOST_REASON = 400
 _MOST_LINES = 20
 _NEVER_JOINED_NS = 10 * 10**9
 """An attempt that ended sooner is no evidence against a node that was still to come."""
+_seen_by_supervisor = partial(NodeLoss, observer=SUPERVISOR)
 
 
 class AttemptBuilder(Struct):
@@ -52,10 +53,10 @@ class AttemptBuilder(Struct):
     relaunched: list[tuple[int, str]] = field(default_factory=list)
     agents: dict[int, AgentTimes] = field(default_factory=dict)
     unstarted: dict[str, str] = field(default_factory=dict)
-    given_up: dict[int, GivenUpNode] = field(default_factory=dict)
+    given_up: dict[int, NodeLoss] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
     not_committed: tuple[int, of_agent.CheckpointNotCommitted | None] = (0, None)
-    """With its time, the last one's."""
+    """The last one, with its time."""
     missing: set[int] = field(default_factory=set)
     closed: of_coordinator.RunClosed = field(default_factory=lambda: of_coordinator.RunClosed(round=-1, outcome=""))
     coverage: EventCoverage = field(default_factory=EventCoverage)
@@ -107,9 +108,8 @@ class AttemptBuilder(Struct):
                 self.replaced_ends += [end for end in reversed(self.history.agent_ends) if end.name == event.name][:1]
             case of_supervisor.NodeGivenUp() if event.node >= 0:
                 name, reason = event.name or self.name_of(event.node), event.reason[:_MOST_REASON]
-                self.given_up[event.node] = read_incident(
-                    GivenUpNode, line, event, name=name, reason=reason, seen_ns=when
-                )
+                loss = _seen_by_supervisor(node=event.node, host=name, cause=event.cause, reason=reason, seen_ns=when)
+                self.given_up[event.node] = loss
             case of_agent.AgentStarted() if node is not None and node >= 0:
                 self.agents.setdefault(node, AgentTimes(node, line.host)).started_ns.append(when)
             case of_agent.AgentEnded() if node is not None and node >= 0:
@@ -175,7 +175,7 @@ class AttemptBuilder(Struct):
             mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
             self.cut_short[node] = [index for index in mine[:-1] if not self.rounds[index].has_ended(node)]
         # A round that was opened but never became final had no workers: it is only what came after the one before.
-        clocks = self.clocks.build()
+        clocks = self.history.clocks
         built = [self.rounds[index].build() for index in sorted(self.rounds)]
         rounds = [part for part in built if part.nodes or part.broken]
         for part in rounds:
@@ -205,16 +205,14 @@ class AttemptBuilder(Struct):
         for agents in history.agents:
             agents.started_ns.sort()
             agents.ended_ns.sort()
-        history.clocks = clocks
         return history
 
-    def _never_joined(self) -> list[GivenUpNode]:
+    def _never_joined(self) -> list[NodeLoss]:
         lasted = (self.history.ended_ns or 0) - (self.history.started_ns or 0)
         known = {*self.coverage.heard, *self.given_up}
         silent = [node for node in sorted(self.missing) if node not in known and lasted >= _NEVER_JOINED_NS]
-        why = {"cause": "never_joined", "reason": "its agent was started but never reported"}
-        ended = self.history.ended_ns or 0
-        return [GivenUpNode(node=node, name=self.name_of(node), seen_ns=ended, **why) for node in silent]
+        never = partial(_seen_by_supervisor, cause="never_joined", reason="its agent was started but never reported")
+        return [never(node=node, host=self.name_of(node), seen_ns=self.history.ended_ns or 0) for node in silent]
 
     def _drop_repeated_departures(self) -> None:
         """A node's own event stands in the round that it was in last; the coordinator's, in the one after it."""
@@ -274,15 +272,8 @@ class AttemptBuilder(Struct):
         for node in part.nodes if self.bad_ends else ():
             for index, end in zip(self.cut_short.get(node.node, ()), self.bad_ends.get(node.node, ()), strict=False):
                 if index == part.index and node.node not in known:
-                    yield NodeLoss(
-                        round=part.index,
-                        node=node.node,
-                        host=node.host,
-                        seen_ns=end.seen_ns,
-                        detail=_end_text(end),
-                        agent_only=True,
-                        observer=SUPERVISOR,
-                    )
+                    died = partial(_seen_by_supervisor, detail=_end_text(end), agent_only=True)
+                    yield died(round=part.index, node=node.node, host=node.host, seen_ns=end.seen_ns)
 
 
 def _end_text(end: FailedAgent) -> str:

@@ -7,38 +7,43 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, time_text
+from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.excerpt import user_frame
-from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
-from hpc_elastic.report.advice import Advice, advise
+from hpc_elastic.report.advice import Advice, advise, measure_costs
 from hpc_elastic.report.blocks import AttemptEntry, Block, hung_ranks, other_failures, round_entry
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
-from hpc_elastic.report.incidents import OutageKind
-from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without
+from hpc_elastic.report.incidents import OutageKind, refused_hosts
+from hpc_elastic.report.root_cause import decide_start_verdict, verdict_of
 from hpc_elastic.report.timeline_attempt import place_attempts
-from hpc_elastic.report.verdict import Cause, Confidence, of_several
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict, of_several
+from hpc_elastic.run.attempt import WITHOUT_VERDICT
 from hpc_elastic.run.node_score import NodeScore
 
 ROOT_CAUSE = "Root Cause (first observed failure)"
 """torchrun prints it so."""
-_TITLES = {
-    Confidence.HIGH: ROOT_CAUSE,
-    Confidence.TIE: "Root Cause (not certain)",
-    Confidence.LOW: "Root Cause (likely)",
-    Confidence.NONE: ROOT_CAUSE,
-}
+_TITLES = {Confidence.TIE: "Root Cause (not certain)", Confidence.LOW: "Root Cause (likely)"}
 _ASKED_TO_END = (Outcome.CANCELLED.value, Outcome.PREEMPTED.value, Outcome.TIMED_OUT.value)
 """Agents of such an attempt ended otherwise than well because they were asked to."""
 _WITHOUT_FAILURE = (*_ASKED_TO_END, Outcome.SUCCEEDED.value, Outcome.SUPERSEDED.value)
 _MOST_CAUSES = 2
+_WITHOUT = 3
 _MOST_SUSPECTS = 3
+
+
+class Subject(Struct, frozen=True, kw_only=True):
+    attempt: AttemptHistory | None
+    round: RoundHistory | None
+    verdict: Verdict
 
 
 class Fact(NamedTuple):
@@ -72,7 +77,7 @@ class Document:
         is_ended_well = not history.never_began if shown is None else shown.outcome in ("", "succeeded")
         self.is_fine = subject.verdict.cause is Cause.NONE and is_ended_well
         succeeded = shown is not None and shown.outcome == "succeeded"
-        self.survived = _survived(failure_count(history, attempt=attempt)) if succeeded else ""
+        self.survived = _survived(numbered) if succeeded else ""
         self.finding = _nothing_failed(history, numbered) if self.is_fine else _find(history, subject, shown)
         self.agents = () if self.is_fine else _bad_agents(subject, shown)
         self.done = tuple(_done(subject, shown))
@@ -84,7 +89,7 @@ class Document:
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        return advise(self.history, self.goodput)
+        return advise(measure_costs(self.history, self.goodput), self.goodput)
 
     @cached_property
     def attempts(self) -> tuple[AttemptEntry, ...]:
@@ -118,7 +123,9 @@ class Document:
         ]
 
 
-def _survived(failures: int) -> str:
+def _survived(parts: Sequence[AttemptHistory]) -> str:
+    failures = sum(1 for part in parts for item in part.rounds if verdict_of(item).cause is not Cause.NONE)
+    failures += sum(1 for part in parts if not part.rounds and _had_too_few_nodes(part))
     if failures == 1:
         return "One failure was survived; the run went on and succeeded."
     if not failures:
@@ -141,7 +148,7 @@ def _nothing_failed(history: RunHistory, parts: Sequence[AttemptHistory]) -> Fin
 
 def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -> Finding:
     verdict, failure, loss = subject.verdict, subject.verdict.failure, subject.verdict.lost_node
-    title, evidence = _TITLES[verdict.confidence], Fact("verdict", verdict.evidence)
+    title, evidence = _TITLES.get(verdict.confidence, ROOT_CAUSE), Fact("verdict", verdict.evidence)
     if verdict.cause is Cause.UNKNOWN:
         why = verdict.evidence.removeprefix("not known: ").partition(". Look at ")[0]
         return Finding(title=_not_known(subject), facts=(Fact("verdict", why),))
@@ -195,7 +202,7 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure) -
     also = f"; the same on {len(same)} ranks: {ranges(same, limit=40)}" if len(same) > 1 and verdict.candidates else ""
     found = find_python_traceback(failure.traceback) if failure.traceback else None
     return Finding(
-        title=_TITLES[verdict.confidence],
+        title=_TITLES.get(verdict.confidence, ROOT_CAUSE),
         headline=failure.headline or "(no message)",
         place=f"{wording.describe_place(failure, user_frame(failure))}{_where(history, subject)}{also}",
         facts=(
@@ -281,7 +288,10 @@ def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) 
         slow = [one for item in shown.rounds for one in item.slow_ranks]
         add("slow rank", *wording.describe_slow_ranks(slow, clock))
         add("slow run", *wording.describe_slow_run([one for item in shown.rounds for one in item.slow_run], clock))
-        add("did without", *nodes_done_without(subject, shown))
+        is_verdict = subject.round is None and subject.attempt is shown and subject.verdict.category is not None
+        without = [] if is_verdict else [loss.summary for loss in shown.unable]
+        more = f"{len(without) - _WITHOUT} more nodes" if len(without) > _WITHOUT else ""
+        add("did without", *without[:_WITHOUT], more)
         for note in (*wording.describe_outages(shown.outages, clock), *wording.describe_commands(shown.commands)):
             notes.append(Fact(*note))
         add("checkpoint", wording.describe_checkpoint(shown))
@@ -295,3 +305,76 @@ def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) 
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         add("incomplete", f"{problems[0]}{more}")
     return notes
+
+
+def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subject:
+    """The last round that something broke, of one attempt or, going back, of any; or the nodes it began without."""
+    candidates = [part for part in history.attempts if attempt is None or part.number == attempt]
+    for part in reversed(candidates):
+        if part.filesystem_failed and part.outcome != "succeeded":
+            return _filesystem_subject(part)
+        for item in reversed(part.rounds):
+            verdict = verdict_of(item)
+            if verdict.cause is not Cause.NONE:
+                return Subject(attempt=part, round=item, verdict=_by_slurms_end(part, verdict))
+        if _had_too_few_nodes(part):
+            start = decide_start_verdict(part.unable, nodes=len(part.nodes))
+            return Subject(attempt=part, round=None, verdict=start)
+    last = candidates[-1] if candidates else None
+    return Subject(attempt=last, round=None, verdict=decide_start_verdict((), nodes=0))
+
+
+def _by_slurms_end(attempt: AttemptHistory, verdict: Verdict) -> Verdict:
+    """Slurm's SIGTERM to the workers is a consequence where Slurm alone knows how the attempt ended."""
+    action, _, end = attempt.decision.partition(WITHOUT_VERDICT)
+    failure = verdict.failure
+    is_slurms = failure is not None and failure.signal == "SIGTERM" and NOT_OURS in failure.reason
+    if action != "end: " or "(Slurm:" not in end or not is_slurms:
+        return verdict
+    return Verdict(
+        headline=end,
+        evidence="Slurm's own record; it ended the workers by SIGTERM after that",
+        category=Category.INFRASTRUCTURE,
+        fingerprint="ended_by_slurm",
+    )
+
+
+def _filesystem_subject(attempt: AttemptHistory) -> Subject:
+    """The filesystem ended the attempt: whatever else failed in it, the nodes could not go on from that."""
+    refused = [one for one in attempt.outages if one.kind is OutageKind.FILESYSTEM]
+    longest = max(refused, key=lambda one: one.seconds, default=None)
+    gone = sorted(attempt.nodes[node] for node in attempt.without_files if 0 <= node < len(attempt.nodes))
+    parts = [f"given up after the patience of a health check by the agents on {', '.join(gone)}"]
+    how = "refused its nodes, or did not answer"
+    if longest is not None:
+        how = f"refused its nodes: {longest.error}{f' ({longest.path})' if longest.path else ''}"
+        lasts = f"for {longest.seconds:.0f} s{'' if longest.over else ', to the end'}"
+        hosts = ", ".join(dict.fromkeys([*gone, *refused_hosts(attempt.outages)]))
+        parts.insert(0, f"seen on {hosts}, {lasts}")
+    broken = next((item for item in reversed(attempt.rounds) if item.failures), None)
+    if broken is not None:
+        parts.append(f"a failure that the nodes could not go on from: {verdict_of(broken).summary}")
+    verdict = Verdict(
+        cause=Cause.FILESYSTEM,
+        headline=f"the filesystem of the run directory {how}",
+        evidence="; ".join(parts),
+        category=Category.INFRASTRUCTURE,
+        fingerprint="filesystem_refused",
+    )
+    return Subject(attempt=attempt, round=broken or (attempt.rounds[-1] if attempt.rounds else None), verdict=verdict)
+
+
+def _had_too_few_nodes(part: AttemptHistory) -> bool:
+    is_refused = part.outcome == Outcome.FAILED.value and all(loss.refusal for loss in part.unable)
+    return bool(part.unable) and (part.outcome == Outcome.TOO_FEW_NODES.value or is_refused)
+
+
+def with_end(history: RunHistory, *, attempt: int, outcome: str, exit_code: int | None, decision: str) -> RunHistory:
+    """The history with an attempt's end as its supervisor knows it, before the events say so."""
+    parts = tuple(
+        replace(part, outcome=outcome, exit_code=exit_code, decision=decision or part.decision)
+        if part.number == attempt
+        else part
+        for part in history.attempts
+    )
+    return replace(history, attempts=parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hpc_elastic.base.text import clean_text, plural, ranks_text
+from hpc_elastic.base.text import clean_text, fit, plural, ranks_text
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
@@ -13,34 +13,27 @@ from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.event_types import RunEvent
 
 _HEAD = ("v", "t", "n", "host", "node", "role", "event")
-_LONGEST_VALUE = 200
+_LONGEST_VALUE = 203
 
 
 def describe_event(line: EventLine) -> str:
-    text, fields = _sentence(line.event, line), line.value
+    event: Any = line.event
+    kind, fields, text = type(event), line.value, ""
+    if kind in _OF_ROUND:
+        text = _OF_ROUND[kind](event)
+        text = f"round {event.round}: {text}" if text else ""
+    elif kind in _OF_NODE:
+        text = _OF_NODE[kind](event, line.host or f"node {line.node}")
+    elif kind in _SENTENCES:
+        text = _SENTENCES[kind](event)
     if not text:
         left = {key: value for key, value in fields.items() if key not in (*_HEAD, "reason")}
-        text = " ".join(f"{key}={_short(value)}" for key, value in left.items())
+        text = " ".join(f"{key}={fit(str(value), _LONGEST_VALUE)}" for key, value in left.items())
     # Of a failure it says how that is judged, not why it happened.
     reason = "" if isinstance(line.event, of_agent.WorkerFailed) else fields.get("reason")
     if isinstance(reason, str) and reason and reason not in text:
         text = f"{text}: {reason}" if text else reason
     return clean_text(text).replace("\n", " ").replace("\t", " ")
-
-
-def _sentence(event: Any, line: EventLine) -> str:
-    kind = type(event)
-    if kind in _OF_ROUND:
-        text = _OF_ROUND[kind](event)
-        return f"round {event.round}: {text}" if text else ""
-    if kind in _OF_NODE:
-        return _OF_NODE[kind](event, line.host or f"node {line.node}")
-    return _SENTENCES[kind](event) if kind in _SENTENCES else ""
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
 
 
 def _words(name: str) -> str:
@@ -49,10 +42,6 @@ def _words(name: str) -> str:
 
 def _ranks(ranks: Iterable[int]) -> str:
     return ranks_text(sorted(ranks))
-
-
-def _code(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _silence(event: of_coordinator.NodeLost | of_coordinator.SpareLost) -> str:
@@ -186,7 +175,8 @@ _OF_ROUND: _Table = {
         f"{plural(len(e.pids), 'worker')} started{f'; fresh, since {e.started_fresh}' if e.started_fresh else ''}"
     ),
     of_agent.WorkerFailed: lambda e: (
-        f"rank {e.global_rank} failed, {_code(e.exitcode)} ({_words(e.failure_class)}): {e.message}"
+        f"rank {e.global_rank} failed, {'signal' if e.exitcode < 0 else 'exit code'} {abs(e.exitcode)} "
+        f"({_words(e.failure_class)}): {e.message}"
     ),
     of_agent.WorkerReplaced: lambda e: f"a fresh process ({e.pid}) takes the place of rank {e.rank}; the others stay",
     of_agent.ReplacementRefused: lambda e: "all workers are to start again",

@@ -15,7 +15,7 @@ from msgspec import Struct
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause
 from hpc_elastic.report.wording import describe_restart
@@ -238,7 +238,7 @@ class _Account:
         done = core - saving - redone
         count = steps.last - steps.first
         lost = 0.0
-        resumed = self._resumed.get(_key(times))
+        resumed = self._resumed.get((times.attempt, times.part.index))
         if resumed is not None and resumed <= steps.last:
             lost = done if count <= 0 else min(done, done * (steps.last - resumed + 1) / count)
         booked = self._booked
@@ -341,14 +341,10 @@ def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
     least: int | None = None
     for times in reversed(rounds):
         if least is not None:
-            found[_key(times)] = least
+            found[times.attempt, times.part.index] = least
         if times.steps is not None and not times.steps.is_counted:
             least = times.steps.first if least is None else min(least, times.steps.first)
     return found
-
-
-def _key(times: RoundTimes) -> tuple[int, int]:
-    return times.attempt, times.part.index
 
 
 def _take_off(seconds: float, *parts: float) -> list[float]:

@@ -14,20 +14,29 @@ from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.base.text import plural
 from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.agent_events import CheckpointCommitted, CheckpointNotCommitted, RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
 from hpc_elastic.run.node_score import NodeScore
 
+START_REFUSED = "start_refused"
+"""`NodeLoss.cause` of a node whose agent could not do what the run's options ask for."""
+_UNABLE = {
+    "could_not_run": "could not run the agent: {reason}",
+    START_REFUSED: "refused to start: {reason}",
+    "not_started": "got no agent: {reason}",
+    "never_joined": "never joined the run: {reason}",
+}
+
 
 class NodeLoss(Struct, frozen=True, kw_only=True):
     """A node that was taken out of a round because nothing was heard from it any more."""
 
-    round: int
     node: int
     host: str
+    round: int = -1
     seen_ns: int
     """When the coordinator took it out, by the coordinator's clock."""
     age: float = 0.0
@@ -37,13 +46,22 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
     """Why its agent took it out; then `seen_ns` is by that node's own clock. Empty: it did not."""
     broke: str = ""
     """The failure of this package's own there, by that node's own clock: the node went on. Empty: there was none."""
-    unable: str = ""
-    """Why the attempt had no agent there, as ``could not run the agent: exit code 127``; then `round` is -1, since no
-    round was begun with it, and `seen_ns` is by the supervisor's clock. Empty: there was one."""
-    refusal: str = ""
-    """The option that the agent could not follow, where that is why (`unable`)."""
+    cause: str = ""
+    """Why no further agent was started there: a value of `outcome.GivenUp`; ``never_joined`` where nothing was heard of
+    the one that was; or `START_REFUSED`. Then `round` is -1, and `seen_ns` by the supervisor's clock."""
+    reason: str = ""
+    """The `cause` in detail: ``exit code 127``, or the option that the agent could not follow."""
     observer: int | None = None
     """The node by whose clock `seen_ns` is, or `clocks.SUPERVISOR`; None: not known."""
+
+    @property
+    def unable(self) -> str:
+        """``could not run the agent: exit code 127``; empty: an agent of the node took part, and a round has it."""
+        return _UNABLE.get(self.cause, "").format(reason=self.reason)
+
+    @property
+    def refusal(self) -> str:
+        return self.reason if self.cause == START_REFUSED else ""
 
     @property
     def summary(self) -> str:
@@ -175,7 +193,7 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     """(host whose workers were started fresh though there is a fork server, why)."""
     failures: tuple[WorkerFailure, ...] = ()
     ends: tuple[WorkerEnd, ...] = ()
-    """By rank, of a broken round: those that ended otherwise than by the agent's signal."""
+    """Those of a broken round that ended otherwise than by the agent's signal, by rank."""
     lost_nodes: tuple[NodeLoss, ...] = ()
     own_failures: tuple[NodeLoss, ...] = ()
     """Failures of this package's own (`NodeLoss.broke`); no node was lost by them."""
@@ -225,45 +243,6 @@ class FailedAgent(Struct, kw_only=True):
     """Its own report of a failure: ``MemoryError (node_agent.py:12 in run)``."""
 
 
-START_REFUSED = "start_refused"
-"""`GivenUpNode.cause` of a node whose agent could not do what the run's options ask for."""
-_UNABLE = {
-    "could_not_run": "could not run the agent: {reason}",
-    START_REFUSED: "refused to start: {reason}",
-    "not_started": "got no agent: {reason}",
-    "never_joined": "never joined the run: {reason}",
-}
-
-
-class GivenUpNode(Struct, frozen=True, kw_only=True):
-    """A node on which no further agent is started."""
-
-    node: int
-    name: str
-    cause: str
-    """A value of `outcome.GivenUp`; ``never_joined`` where its agent was started, and nothing was heard of
-    it until the attempt's end; `START_REFUSED` where its agent itself says why it could not run."""
-    reason: str
-    seen_ns: int
-    """The supervisor's clock."""
-
-    @property
-    def loss(self) -> NodeLoss | None:
-        """The same as a loss, where no agent of the node ever took part; else a round has it."""
-        unable = _UNABLE.get(self.cause, "").format(reason=self.reason)
-        if not unable:
-            return None
-        return NodeLoss(
-            round=-1,
-            node=self.node,
-            host=self.name,
-            seen_ns=self.seen_ns,
-            unable=unable,
-            refusal=self.reason if self.cause == START_REFUSED else "",
-            observer=SUPERVISOR,
-        )
-
-
 class AttemptHistory(Struct, kw_only=True):
     number: int
     job_id: str = ""
@@ -282,7 +261,7 @@ class AttemptHistory(Struct, kw_only=True):
     relaunched: tuple[str, ...] = ()
     """Names of the nodes on which another agent ran, once for each time that one was started there."""
     unstarted: tuple[tuple[str, str], ...] = ()
-    given_up: tuple[GivenUpNode, ...] = ()
+    given_up: tuple[NodeLoss, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
     notices: tuple[str, ...] = ()
     meaning: str = ""
@@ -303,7 +282,7 @@ class AttemptHistory(Struct, kw_only=True):
 
     @property
     def unable(self) -> tuple[NodeLoss, ...]:
-        return tuple(loss for node in self.given_up if (loss := node.loss) is not None)
+        return tuple(loss for loss in self.given_up if loss.unable)
 
     @property
     def without_files(self) -> frozenset[int]:

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from hpc_elastic.base.text import local_time, milliseconds_text, plural, safe_text
+from hpc_elastic.base.text import fit, local_time, milliseconds_text, plural, safe_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import render_html_chart as chart
 from hpc_elastic.report import wording
 from hpc_elastic.report.blocks import AttemptEntry, RoundEntry
 from hpc_elastic.report.clocks import NOTABLE_NS
-from hpc_elastic.report.document import Document
+from hpc_elastic.report.document import Document, Subject
 from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
-from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_html_chart import ChartLimits, clock_time, duration, names, ranks, shorten
-from hpc_elastic.report.subject import Subject
+from hpc_elastic.report.history import AttemptHistory
+from hpc_elastic.report.render_html_chart import clock_time, duration, names, ranks
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, build_timeline
 from hpc_elastic.report.timeline_attempt import PlacedAttempt
 from hpc_elastic.run.paths import RunPaths
@@ -33,11 +32,8 @@ ENTRIES = 250
 """Failures, folded, of which the page has everything."""
 ROUNDS = 300
 COSTS = 12
-BAD_NODES = 50
 TRACEBACK_CHARS = 12_000
 TRACEBACK_TOTAL = 600_000
-MEMBERS = 40
-STACKS = 60
 WORDINGS = 12
 _RANK_ROUNDS = 30_000
 """Rank rows times rounds that are drawn: beyond, only ranks that failed have rows of their own."""
@@ -71,7 +67,7 @@ def _environment() -> jinja2.Environment:
         "milliseconds": milliseconds_text,
         "progress": describe_progress,
         "ranks": ranks,
-        "shorten": shorten,
+        "fit": fit,
         "time_of_day": chart.time_of_day,
         "what": describe_entry,
         "whose": describe_whose,
@@ -86,20 +82,15 @@ def render_page(template: str, **context: Any) -> str:
     return _environment().get_template(template).render(style=style, digest=digest, plural=plural, **context)
 
 
-def is_cheap(history: RunHistory) -> bool:
-    """The page may be made at the end of an attempt."""
-    return sum(len(item.nodes) for part in history.attempts for item in part.rounds) <= CHEAP_NODE_ROUNDS
-
-
-def render_html(document: Document, *, limits: ChartLimits | None = None, links: str = "..") -> str:
+def render_html(document: Document, *, links: str = "..") -> str:
     """`links`: the way from the page to the run directory, for the links to the ranks' logs."""
-    limits, history, subject = limits or ChartLimits(), document.history, document.subject
+    history, subject = document.history, document.subject
     rounds = sum(len(part.rounds) for part in history.attempts)
-    timeline = build_timeline(document.placed, most_ranks=min(limits.rows, max(64, _RANK_ROUNDS // max(1, rounds))))
+    timeline = build_timeline(document.placed, most_ranks=min(chart.ROWS, max(64, _RANK_ROUNDS // max(1, rounds))))
     # What has its place in the page: the most important first, then the latest.
     entries = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))[:ENTRIES]
     shown = frozenset(entry.number for entry in entries)
-    drawn = chart.draw_chart(document.placed, timeline, shown=shown, limits=limits)
+    drawn = chart.draw_chart(document.placed, timeline, shown=shown)
     failures: dict[tuple[int, int], list[Entry]] = {}
     for entry in sorted(entries, key=lambda e: (e.attempt, e.round, IMPORTANCE[e.kind], e.number)):
         failures.setdefault((entry.attempt, entry.round), []).append(entry)
@@ -115,7 +106,6 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         goodput=_goodput(document),
         chart=drawn,
         zooms=chart.ZOOMS,
-        stacks=stacks_of(subject.attempt, subject.round),
         failures=failures,
         **_attempts(document.attempts),
         windows=windows,
@@ -124,8 +114,6 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         texts_left_out=room.refused,
         links=links,
         files_of=files_of,
-        most_bad_nodes=BAD_NODES,
-        most_members=MEMBERS,
         most_wordings=WORDINGS,
     )
 
@@ -154,7 +142,7 @@ def _verdict(document: Document, *, opens: int | None) -> dict[str, Any]:
     ]
     facts += [("" if number else "agents", line) for number, line in enumerate(document.agents)]
     outcome = [("" if number else "recovery", _arrow(line)) for number, line in enumerate(document.done)]
-    texts = evidence_texts(finding.evidence, TextRoom(), is_open=True) if finding.evidence is not None else []
+    texts = evidence_texts(finding.evidence, TextRoom()) if finding.evidence is not None else []
     # torch puts a ``_`` between the date and the hour.
     details = [(name, text.replace("_", " ", 1) if name == "time" else text) for name, text in finding.details]
     return {"facts": facts, "texts": texts, "outcome": [*outcome, *details, *document.notes], "opens": opens}
@@ -180,7 +168,7 @@ def _describe_cost(cost: Cost, goodput: Goodput) -> str:
     more = [f"{duration(cost.queued)} of it in the queue"] if cost.queued > 0.05 else []
     more += [f"{duration(cost.recomputed)} of steps done again"] if cost.recomputed > 0.05 else []
     more += [] if cost.recovered else ["no step after it" if goodput.steps_known else "to the end"]
-    return shorten(cost.what, 300) + (f" ({', '.join(more)})" if more else "")
+    return fit(cost.what, 300) + (f" ({', '.join(more)})" if more else "")
 
 
 def _zone(when_ns: int | None) -> str:
@@ -203,11 +191,11 @@ def _attempts(entries: Sequence[AttemptEntry]) -> dict[str, Any]:
 
 def _how(attempt: AttemptHistory, entry: RoundEntry) -> str:
     part = entry.part
-    how = [shorten(entry.how, 240) + (f", since {clock_time(entry.since_ns)}" if entry.since_ns else "")]
+    how = [fit(entry.how, 240) + (f", since {clock_time(entry.since_ns)}" if entry.since_ns else "")]
     how += wording.describe_after_round(attempt, part)[:1] if entry.failure else []
     how += wording.describe_fresh_starts(part.fresh_starts)
     how += wording.describe_restarts(part.in_process, everything=False)
-    return _arrow(shorten("; ".join(how), 500))
+    return _arrow(fit("; ".join(how), 500))
 
 
 def _clocks(parts: Sequence[PlacedAttempt]) -> dict[str, Any]:
@@ -243,25 +231,19 @@ class Text(Struct, frozen=True, kw_only=True):
     title: str
     text: str = ""
     is_open: bool = False
-    label: str = ""
-    """A screen reader's; empty: the title."""
 
 
 def make_window(entry: Entry, room: TextRoom) -> dict[str, Any]:
-    window: dict[str, Any] = {"entry": entry, "texts": [], "other_texts": []}
-    if entry.fold is not None:
-        first = entry.fold.first
-        window["texts"] = evidence_texts(first, room, is_open=True)
-        window["other_texts"] = [
-            text
-            for same in entry.fold.wordings[:WORDINGS]
-            if same.first is not first
-            for text in evidence_texts(same.first, room, is_open=False, whose=ranks(same.ranks, limit=40))
-        ]
-    return window
+    if entry.fold is None:
+        return {"entry": entry}
+    first = entry.fold.first
+    texts = evidence_texts(first, room)
+    others = [same for same in entry.fold.wordings[:WORDINGS] if same.first is not first]
+    more = [text for one in others for text in evidence_texts(one.first, room, whose=ranks(one.ranks, limit=40))]
+    return {"entry": entry, "texts": texts, "other_texts": more}
 
 
-def evidence_texts(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whose: str = "") -> list[Text]:
+def evidence_texts(failure: WorkerFailure, room: TextRoom, *, whose: str = "") -> list[Text]:
     tail = failure.stderr_tail.rstrip("\n")
     text = failure.traceback.rstrip("\n") or tail
     if not text:
@@ -270,7 +252,7 @@ def evidence_texts(failure: WorkerFailure, room: TextRoom, *, is_open: bool, who
     if kept is None:
         return [Text(title="The traceback is left out here for the page's size: see the error file.")]
     title = "Traceback" if failure.traceback else "The end of its stderr"
-    shown = [Text(title=f"{title} ({whose})" if whose else title, text=kept, is_open=is_open)]
+    shown = [Text(title=f"{title} ({whose})" if whose else title, text=kept, is_open=not whose)]
     if failure.traceback and tail and tail != text and not whose and (rest := room.take(tail)) is not None:
         shown.append(Text(title="The end of its stderr", text=rest))
     return shown
@@ -281,41 +263,8 @@ def files_of(failure: WorkerFailure) -> tuple[Path, ...]:
     return (paths.stdout, paths.stderr, paths.error_file)
 
 
-def stacks_of(attempt: AttemptHistory | None, part: RoundHistory | None) -> dict[str, Any] | None:
-    """Each rank's place when a round was ended because of a hang, the odd one out first."""
-    stacks = wording.known_stacks(part) if part is not None else []
-    if part is None or attempt is None or not stacks:
-        return None
-    steps = {status.rank: status for status in part.rank_statuses}
-    items = []
-    for number, group in enumerate(stacks[:STACKS]):
-        at = sorted({status.step for rank in group.ranks if (status := steps.get(rank)) and status.step is not None})
-        step = "" if not at else f", step {at[0]}" if len(at) == 1 else f", steps {at[0]} to {at[-1]}"
-        inner = group.stack[-1] if group.stack else f"no Python stack; {group.state}".rstrip("; ")
-        title = f"{ranks(group.ranks)} ({plural(len(group.ranks), 'rank')}{step}): {shorten(inner, 120)}"
-        lines = "\n".join(reversed(group.stack)) or group.state or "none could be had"
-        items.append(Text(title=title, text=lines, is_open=number < 3, label=f"Stack of {ranks(group.ranks)}"))
-    hidden = sum(len(group.ranks) for group in stacks[STACKS:])
-    more = f"and {plural(hidden, 'rank')} more, in report.json" if hidden else ""
-    return {"place": (part.index, attempt.number), "main": items, "more": more, "others": _other_threads(part)}
-
-
-def _other_threads(part: RoundHistory) -> list[Text]:
-    if not part.threads:
-        return []
-    lines = []
-    for group in part.threads[:STACKS]:
-        name = f", {group.name}" if group.name else ""
-        lines += [f"{ranks(group.ranks)} ({plural(len(group.ranks), 'rank')}{name})"]
-        lines += [*(f"    {frame}" for frame in reversed(group.stack)), ""]
-    if len(part.threads) > STACKS:
-        lines.append(f"and {plural(len(part.threads) - STACKS, 'place')} more, in report.json")
-    title = f"The other threads: {plural(len(part.threads), 'place')}"
-    return [Text(title=title, text="\n".join(lines), label="Stacks of the other threads")]
-
-
 def describe_entry(entry: Entry, limit: int | None = None) -> str:
-    text = entry.headline if limit is None else shorten(entry.headline, limit)
+    text = entry.headline if limit is None else fit(entry.headline, limit)
     others = len(entry.fold.wordings) - 1 if entry.fold is not None else 0
     more = f" (+{plural(others, 'other wording')})" if others else ""
     return f"{text or '(no message)'}{more}"

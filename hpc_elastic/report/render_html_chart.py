@@ -9,11 +9,15 @@ from typing import Any
 from msgspec import Struct, field
 
 from hpc_elastic.base.text import duration as _duration
-from hpc_elastic.base.text import plural, ranks_text, time_text
+from hpc_elastic.base.text import fit, plural, ranks_text, time_text
 from hpc_elastic.report.timeline import IMPORTANCE, Axis, Mark, MarkKind, Row, Timeline, make_axis
 from hpc_elastic.report.timeline_attempt import NodeState, PlacedAttempt, RoundTimes, Span
-from hpc_elastic.slurm.notation import HostlistError, compress
+from hpc_elastic.slurm.notation import names_text
 
+ROWS = 1024
+PICTURE_BYTES = 1_100_000
+BUTTONS = 300
+"""Marks of one kind of rows that can be pressed; the others are drawn."""
 ZOOMS = (1, 4, 16, 64)
 _TICKS = (1, 4, 16)
 """Zooms that have their own; larger ones show the last one's."""
@@ -46,28 +50,12 @@ def time_of_day(when_ns: int | None, *, fine: bool = False) -> str:
 
 
 def names(hosts: Sequence[str], *, limit: int = 60) -> str:
-    try:
-        shown = compress(dict.fromkeys(hosts))
-    except HostlistError:
-        shown = ",".join(hosts)
-    return shorten(shown, limit)
-
-
-def shorten(value: str, limit: int) -> str:
-    return value if len(value) <= limit else f"{value[: limit - 1]}\u2026"
-
-
-class ChartLimits(Struct, frozen=True, kw_only=True):
-    rows: int = 1024
-    picture_bytes: int = 1_100_000
-    buttons: int = 300
-    """Marks of one kind of rows that can be pressed; the others are drawn."""
+    return fit(names_text(dict.fromkeys(hosts)), limit)
 
 
 class _Drawing(Struct):
     axis: Axis
     grid: int
-    limits: ChartLimits
     shown: frozenset[int]
     room: int
     left_out: list[str] = field(default_factory=list)
@@ -75,14 +63,14 @@ class _Drawing(Struct):
     known: dict[tuple[tuple[Any, ...], ...], int] = field(default_factory=dict)
 
     def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> dict[str, Any]:
-        kept = rows[: self.limits.rows]
+        kept = rows[:ROWS]
         marks = [
             (IMPORTANCE[mark.entry.kind], mark.at_ns, number, mark.entry.number)
             for number, row in enumerate(kept)
             for mark in row.marks
             if mark.entry.number in self.shown
         ]
-        pressed = {(number, entry, at) for _, at, number, entry in sorted(marks)[: self.limits.buttons]}
+        pressed = {(number, entry, at) for _, at, number, entry in sorted(marks)[:BUTTONS]}
         drawn, missing, unpressed = [], len(rows) - len(kept), 0
         for number, row in enumerate(kept):
             buttons = [mark for mark in row.marks if (number, mark.entry.number, mark.at_ns) in pressed]
@@ -103,7 +91,7 @@ class _Drawing(Struct):
 
     def _button(self, row: Row, mark: Mark) -> tuple[Mark, str, str]:
         whose = f" on {ranks(mark.ranks, limit=30)}" if mark.ranks and not row.name.startswith("rank ") else ""
-        headline = shorten(mark.entry.headline, 90)
+        headline = fit(mark.entry.headline, 90)
         words = f"{mark.entry.kind.value}{whose} at {time_of_day(mark.at_ns)}: {headline}"
         return mark, f"{100 * self.axis.place(mark.at_ns):.2f}", words
 
@@ -165,15 +153,13 @@ def _path(name: str, heights: Sequence[int], runs: Sequence[Sequence[int]]) -> s
     return f'<path class="{name}" d="{lines}"/>'
 
 
-def draw_chart(
-    parts: Sequence[PlacedAttempt], timeline: Timeline, *, shown: frozenset[int], limits: ChartLimits
-) -> dict[str, Any]:
+def draw_chart(parts: Sequence[PlacedAttempt], timeline: Timeline, *, shown: frozenset[int]) -> dict[str, Any]:
     """Draw a run; `shown`: numbers of the entries that have a place in the page, to which marks lead."""
     axis = make_axis([(part.attempt.number, part.start_ns, part.end_ns) for part in parts])
     every = (*timeline.nodes, *timeline.ranks)
     spans = sum(len(row.spans) for row in every)
     grid = 20_000 if spans < 5_000 else 4_000 if spans < 40_000 else 1_000
-    drawing = _Drawing(axis, grid, limits, shown, limits.picture_bytes)
+    drawing = _Drawing(axis, grid, shown, PICTURE_BYTES)
     groups = _alike(timeline.nodes)
     views = []
     if len(groups) < len(timeline.nodes):
@@ -229,7 +215,7 @@ def describe_spans(row: Row) -> str:
     for span in row.spans:
         sums[span.state] += span.end_ns - span.start_ns
     spans = [f"{state.value} {duration(time / 1e9)}" for state, time in sums.items() if time]
-    return f"{shorten(row.name, 40)}: {', '.join(spans) or 'nothing is known'}"
+    return f"{fit(row.name, 40)}: {', '.join(spans) or 'nothing is known'}"
 
 
 def _labels(axis: Axis, rounds: Sequence[RoundTimes]) -> Iterator[tuple[str, str, str, str, str]]:
@@ -247,7 +233,7 @@ def _labels(axis: Axis, rounds: Sequence[RoundTimes]) -> Iterator[tuple[str, str
         place = axis.place(times.start_ns)
         if place >= free and place < 0.985:
             name = f"round {times.part.index}"
-            title = f"{name} of attempt {times.attempt}: {shorten(times.part.reason, 120)}"
+            title = f"{name} of attempt {times.attempt}: {fit(times.part.reason, 120)}"
             yield "em", name, f"{100 * place:.2f}", title, ""
             free = place + 0.08
     for factor in _TICKS:

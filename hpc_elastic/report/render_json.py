@@ -14,7 +14,7 @@ from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode
-from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.verdict import Verdict
 from hpc_elastic.run.node_score import NodeScore
 
@@ -119,7 +119,9 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         **({"checkpoint": saved} if any(saved.values()) else {}),
         "agents_ended": [_without(_values(end), "why") for end in attempt.agent_ends],
         "agents_relaunched": list(attempt.relaunched),
-        "nodes_given_up": [_values(one) for one in attempt.given_up],
+        "nodes_given_up": [
+            _values(one, "node", "cause", "reason", "seen_ns", name=one.host) for one in attempt.given_up
+        ],
         "problems": list(attempt.problems),
         "clocks": _clocks(attempt.clocks),
         "rounds": [_round(part, nodes) for part in attempt.rounds],
@@ -198,5 +200,5 @@ def _place(failure: WorkerFailure, clocks: Clocks) -> dict[str, Any]:
 
 
 def _loss(loss: NodeLoss) -> dict[str, Any]:
-    value = _values(loss, round=loss.round if loss.round >= 0 else None, silent_seconds=loss.age)
-    return _without(_without(value, "age"), "observer")
+    fields = ("node", "host", "seen_ns", "detail", "agent_only", "left", "broke", "unable", "refusal")
+    return {"round": loss.round if loss.round >= 0 else None, **_values(loss, *fields, silent_seconds=loss.age)}

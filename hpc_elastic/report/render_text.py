@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import TextWrapper
 
 from msgspec.structs import replace
 
@@ -15,10 +16,9 @@ from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.blocks import AttemptEntry, Block, RoundEntry
-from hpc_elastic.report.document import Document, Fact, Finding
+from hpc_elastic.report.document import Document, Fact, Finding, choose_subject
 from hpc_elastic.report.goodput import Cost, Goodput, cost_text, describe_progress, goodput_text, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.subject import choose_subject
 from hpc_elastic.report.verdict import Confidence
 from hpc_elastic.run.paths import RankPaths, RunPaths
 
@@ -161,13 +161,12 @@ def _block(block: Block | None, width: int, *, cap: int | None) -> list[str]:
         return [fit(block.short, width)]
     shown = block.lines if cap is None or len(block.lines) <= cap else block.lines[: cap - 1]
     lines = [block.title] if block.title else []
-    for ranks, text, details in shown:
+    for ranks, text, details, _ in shown:
         whose = ranks_text(ranks, limit=None if cap is None else block.most_ranks) if ranks else ""
         lines.append(f"  {whose}{text}")
-        lines += [f"    {ranks_text(ranks)}{text}" for ranks, text, _ in details if cap is None]
-    if hidden := block.lines[len(shown) :]:
-        more = block.more.format(ranks=sum(len(line.ranks) for line in hidden), lines=len(hidden))
-        lines.append(f"  ... {more} {_SHOW_ALL}")
+        lines += [f"    {ranks_text(ranks)}{text}" for ranks, text, *_ in details if cap is None]
+    if more := block.left_out(len(shown)):
+        lines.append(f"  {more} {_SHOW_ALL}")
     lines = [fit(line, width) for line in (*lines, block.foot) if line]
     if block.evidence is not None:
         lines += _traceback(block.evidence, width, None if cap is None else _CONSEQUENCE_MOST, lost="")
@@ -304,14 +303,9 @@ def _goodput_text(document: Document) -> str:
 
 
 def _fill(lead: str, text: str, width: int, *, indent: int) -> list[str]:
-    """The words of a text behind `lead`, in lines that are indented from the second on."""
-    lines, empty = [lead], len(lead)
-    for word in text.split(" "):
-        if len(lines[-1]) > empty and len(lines[-1]) + 1 + len(word) > width:
-            lines.append(" " * indent)
-            empty = indent
-        lines[-1] += f" {word}" if len(lines[-1]) > empty else word
-    return lines
+    """The words of a text behind `lead`, in lines that are indented from the second on; no path is broken."""
+    wrapper = TextWrapper(width, lead, " " * indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text) or [lead]
 
 
 def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
@@ -321,17 +315,8 @@ def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
 
 
 def headline_lines(text: str, width: int, *, most: int | None = _HEADLINE_LINES) -> list[str]:
-    lines: list[str] = []
-    text, room = wording.brief(text).strip(), width - 2
-    while text and (most is None or len(lines) < most):
-        line = text[:room]
-        if len(text) > room and (blank := text.rfind(" ", room // 2, room + 1)) > 0:
-            line = text[:blank]
-        lines.append(line)
-        text = text[len(line) :].lstrip()
-    if text:
-        lines[-1] = f"{lines[-1][: room - 4].rstrip()} ..."
-    return [f"  {line}" for line in lines] or ["  (no message)"]
+    wrapper = TextWrapper(width, "  ", "  ", break_on_hyphens=False, max_lines=most, placeholder=" ...")
+    return wrapper.wrap(wording.brief(text)) or ["  (no message)"]
 
 
 _FRAME = re.compile(r'(\s*(?:\| )*\s*File ")([^"]+)(", line \d+.*)')

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
+from hpc_elastic.base.text import duration, first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
 from hpc_elastic.failures.collectives import RankComparison, compare_ranks
+from hpc_elastic.failures.contrast import apart_in_round, wrong_input
 from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting, is_raised_by_script
 from hpc_elastic.failures.peers import Sockets, chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (
@@ -84,16 +85,7 @@ def decide_verdict(part: RoundHistory, *, ranks: Mapping[int, str] | None = None
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(part.activities, hosts=ranks)
         early = known.ends_before_hang(first)
-        verdict = decide_hang(
-            first,
-            causes,
-            consequences,
-            part.rank_statuses,
-            early or compared.suspects,
-            len(hosts),
-            has_ended=bool(early),
-            is_open=compared.is_open,
-        )
+        verdict = decide_hang(first, causes, consequences, part.rank_statuses, early, compared, len(hosts))
     else:
         verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
         missing = sorted(set(hosts) - {failure.global_rank for failure in (*causes, *consequences)})
@@ -373,3 +365,62 @@ def _late_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
 
 def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:
     return tuple(sorted(failure.global_rank for failure in failures if is_same_failure(failure, root)))
+
+
+def verdict_of(part: RoundHistory) -> Verdict:
+    """The verdict on one round. Text, goodput and JSON ask for it several times: it is found once."""
+    kept = vars(part)
+    if "verdict" not in kept:
+        kept["verdict"] = _find_verdict(part)
+    verdict: Verdict = kept["verdict"]
+    return verdict
+
+
+def _find_verdict(part: RoundHistory) -> Verdict:
+    # Of a thousand nodes this takes longer than all the rest, and only a round without a cause needs it.
+    blameless = (FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US)
+    has_hang = any(failure.failure_class is FailureClass.HANG for failure in part.failures)
+    is_unknown = all(failure.failure_class in blameless or failure.may_follow_stop for failure in part.failures)
+    needs_ranks = is_unknown or has_hang or any(gave_up_waiting(failure.headline) for failure in part.failures)
+    ranks = {rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None
+    verdict = decide_verdict(part, ranks=ranks)
+    if verdict.evidence == ONLY_FAILURE and verdict.failure is not None:
+        verdict = replace(verdict, evidence=_beside_stopped(verdict.failure, part))
+    elif verdict.failure is not None and len(verdict.same_failure) > 1 and verdict.cause is Cause.WORKER:
+        same = set(verdict.same_failure)
+        stopped = (part.world_size or 0) - len({end.rank for end in part.ends} | same)
+        stopped -= sum(1 for one in part.failures if not one.stopped_by_agent and one.global_rank not in same)
+        if stopped > 0:
+            others = f"{plural(stopped, 'other')} {'was' if stopped == 1 else 'were'} stopped before they could fail"
+            verdict = replace(verdict, evidence=f"{verdict.evidence}; {others}")
+    return _contrasted(verdict, part)
+
+
+def _beside_stopped(failure: WorkerFailure, part: RoundHistory) -> str:
+    ended = {end.rank for end in part.ends} | {one.global_rank for one in part.failures if not one.stopped_by_agent}
+    stopped = (part.world_size or 0) - len(ended)
+    if stopped < 1:
+        return ONLY_FAILURE
+    others = "the other was" if stopped == 1 else "the others were" if len(ended) == 1 else f"{stopped} others were"
+    began = next((one.stopping_ns for one in part.times if one.node == failure.node), None) or 0
+    if began < failure.ended_ns or not failure.ended_ns:
+        they = "it" if stopped == 1 else "they"
+        return f"first of {part.world_size}; {others} stopped before {they} could fail"
+    return (
+        f"first of {part.world_size}; {others} stopped within {duration((began - failure.ended_ns) / 1e9, fine=True)}"
+    )
+
+
+def _contrasted(verdict: Verdict, part: RoundHistory) -> Verdict:
+    failure = verdict.failure
+    if verdict.cause is not Cause.WORKER or failure is None:
+        return verdict
+    apart = apart_in_round(part.failures, {node.node: len(node.ranks) for node in part.nodes})
+    if failure.node not in apart:
+        # Where a node's disk has failed the others write to theirs: this path is a wrong one.
+        return replace(verdict, category=Category.INPUT) if wrong_input(failure) else verdict
+    hosts = {node.node: node.host for node in part.nodes}
+    names = tuple(hosts[node] for node in apart)
+    ranks = f"all {plural(sum(len(node.ranks) for node in part.nodes if node.node in apart), 'rank')}"
+    evidence = f"the same failure on {ranks} of {', '.join(names)}, and on none elsewhere: the node lacks something"
+    return replace(verdict, evidence=evidence, retryable=True, category=Category.INFRASTRUCTURE, apart=names)

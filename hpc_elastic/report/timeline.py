@@ -16,7 +16,7 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory
-from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, Span
 from hpc_elastic.report.wording import FAILURE_WORDS
 

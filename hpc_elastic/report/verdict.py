@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import plural, ranges, ranks_text, seconds_text
-from hpc_elastic.failures.collectives import WAITS_FOR_RANKS, is_with_the_others
+from hpc_elastic.failures.collectives import WAITS_FOR_RANKS, RankComparison, is_with_the_others
 from hpc_elastic.failures.ranking import Category, FailureClass, Moment, Order, Suspect, gap_ns, order_of
 from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, WorkerFailure
 from hpc_elastic.report.clocks import Clocks
@@ -119,18 +119,18 @@ def decide_hang(
     causes: list[WorkerFailure],
     symptoms: list[WorkerFailure],
     rank_statuses: Sequence[RankStatus],
-    odd: Sequence[Suspect] = (),
-    world_size: int = 0,
-    has_ended: bool = False,
-    is_open: bool = False,
+    early: Sequence[Suspect],
+    compared: RankComparison,
+    world_size: int,
 ) -> Verdict:
-    """`odd`: ranks whose stacks differ, or with `has_ended` those that ended with 0; one of both may be at fault."""
+    """`early`: ranks that had ended with 0; `compared`: those whose stacks differ from the others'."""
+    odd = early or compared.suspects
     step = -1 if root.last_step is None else root.last_step
     others = [status for status in rank_statuses if status.rank != root.global_rank]
     further = [status.step for status in others if status.step is not None and status.step > step]
     hung = {one.global_rank: one for one in causes if one.failure_class is FailureClass.HANG}
     cause, confidence, suspects = Cause.WORKER, Confidence.HIGH, tuple(odd)
-    if has_ended:
+    if early:
         cause, confidence = Cause.UNKNOWN, Confidence.NONE
         evidence = f"not known: what hung waited for other ranks. {look_at(odd)}"
     elif further:
@@ -138,7 +138,7 @@ def decide_hang(
         evidence, suspects = f"furthest behind: {plural(len(further), 'other rank')} had got to {at}", ()
     elif len(odd) == 1 and odd[0].rank in hung:
         root, suspects = hung[odd[0].rank], ()
-        confidence = Confidence.LOW if is_open else Confidence.HIGH
+        confidence = Confidence.LOW if compared.is_open else Confidence.HIGH
         evidence = f"the odd one out: {odd[0].why}"
     elif odd:
         cause, confidence = Cause.UNKNOWN, Confidence.NONE

@@ -14,7 +14,7 @@ from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory, StackGroup
+from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutageKind, OutputLoss
 from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import describe_begun_again
@@ -56,9 +56,7 @@ def describe_class(failure: WorkerFailure, category: Category | None = None, *, 
 
 
 def count_failures(failures: Sequence[WorkerFailure]) -> str:
-    """``7 other ranks ended with it: ConnectionError x5, SIGABRT x2``; empty where there are none."""
-    if not failures:
-        return ""
+    """``7 other ranks ended with it: ConnectionError x5, SIGABRT x2``."""
     counts = Counter(
         one.exception_type.rsplit(".")[-1] or one.signal or f"exit code {one.exitcode}" for one in failures
     )
@@ -89,10 +87,6 @@ def describe_exit(failure: WorkerFailure) -> str:
     return f"{failure.exitcode} (pid: {failure.pid})" + (f" ({failure.signal})" if failure.signal else "")
 
 
-def describe_silence(loss: NodeLoss) -> str:
-    return f"{loss.summary}{f' ({loss.age:.1f} s without a heartbeat)' if loss.age else ''}"
-
-
 def describe_clock(host: str, node: int, clocks: Clocks) -> str:
     """``n2's clock``, and how far that is off where it is off by much."""
     offset = clocks.offsets.get(node)
@@ -113,7 +107,7 @@ def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str
 
 
 def _describe_running(attempt: AttemptHistory) -> str:
-    """By its events, which may be half a minute old."""
+    """Its events may be half a minute old."""
     part = attempt.rounds[-1] if attempt.rounds else None
     if part is None:
         return "is starting: no round has begun (no end is recorded)"
@@ -166,8 +160,8 @@ def describe_end_without_failure(attempt: AttemptHistory) -> str:
     return ended
 
 
-def describe_end(attempt: AttemptHistory | None) -> str:
-    if attempt is None or not attempt.outcome:
+def describe_end(attempt: AttemptHistory) -> str:
+    if not attempt.outcome:
         return "no end is recorded"
     notices = f" (notice: {', '.join(attempt.notices)})" if attempt.notices else ""
     return f"{outcome_text(attempt.outcome, attempt.reason)}{notices}"

@@ -10,12 +10,11 @@ from msgspec import Struct
 
 from hpc_elastic.base.files import write_private
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import Document
+from hpc_elastic.report.document import Document, with_end
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.render_html import is_cheap, render_html
+from hpc_elastic.report.render_html import CHEAP_NODE_ROUNDS, render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_job_log, render_text
-from hpc_elastic.report.subject import with_end
 from hpc_elastic.report.verdict import Confidence, Verdict
 from hpc_elastic.run.paths import RunPaths
 
@@ -57,19 +56,16 @@ def write_report(
         document = Document(history, attempt=attempt)
         text = render_job_log(document)
     except Exception as error:  # the job's end must not fail for want of a report
-        nothing = Verdict(confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")
-        return ReportResult(
-            verdict=nothing,
-            text=f"the report of {os.fspath(run_dir)} could not be made: {error!r}\n",
-            problems=(f"no report could be made: {error!r}",),
-        )
+        why = f"no report could be made: {error!r}"
+        text = f"the report of {os.fspath(run_dir)} could not be made: {error!r}\n"
+        return ReportResult(verdict=Verdict(confidence=Confidence.NONE, evidence=why), text=text, problems=(why,))
     problems: list[str] = []
     paths = RunPaths(Path(os.path.abspath(run_dir))).attempt(attempt)
     files: list[tuple[Path, Callable[[], str]]] = [
         (paths.report_text, lambda: render_text(document, is_file=True)),
         (paths.report_json, lambda: json_report(document)),
     ]
-    if is_cheap(history):
+    if sum(len(item.nodes) for part in history.attempts for item in part.rounds) <= CHEAP_NODE_ROUNDS:
         files.append((paths.report_html, lambda: render_html(document)))
     for path, render in files:
         try:

@@ -228,7 +228,7 @@ def test_stacks_of_a_hang_are_seen(browser: Browser, pages: Callable[[str], Path
     show(browser, pages("hung"), height=1800)
     browser.screenshot(keep("hung"))
     words = browser.run("return document.querySelector('[aria-label=Stacks]').innerText")
-    assert "rank 3 (1 rank, step 70)" in words
+    assert "rank 3: at step 70" in words
     assert "queue.py:171 get" in words
     assert "distributed_c10d.py:2810 all_reduce" in words
 

@@ -25,13 +25,12 @@ from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_status import RunState, read_status
 from hpc_elastic.report import document as document_module
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import Document
+from hpc_elastic.report.document import Document, Subject, choose_subject
 from hpc_elastic.report.event_text import describe_event
 from hpc_elastic.report.incidents import OutageKind, read_outage
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.report.subject import Subject, choose_subject
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import describe_outages
 from hpc_elastic.run.agent_events import FilesystemRefused
@@ -183,8 +182,8 @@ def test_every_reason_to_give_a_node_up_is_rendered(cause: GivenUp, tmp_path: Pa
     for value in raw_values(GivenUp):
         assert value not in found["text"] + found["html"] + line
     (given_up,) = (one for one in collect_run(builder.root).attempts[0].given_up if one.node == 1)
-    assert (given_up.loss is None) is (cause in LOSS_IN_A_ROUND), "either a sentence here, or a loss in a round"
-    assert ("n2" in found["text"]) is (given_up.loss is not None)
+    assert (not given_up.unable) is (cause in LOSS_IN_A_ROUND), "either a sentence here, or a loss in a round"
+    assert ("n2" in found["text"]) is bool(given_up.unable)
 
 
 @pytest.mark.parametrize(

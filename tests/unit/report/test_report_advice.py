@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import write_json
 from hpc_elastic.cli.main import main
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.report.advice import MeasuredCosts, advise, advise_by, interval_cost, measure_costs
+from hpc_elastic.report.advice import MeasuredCosts, advise, interval_cost, measure_costs
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.goodput import Goodput, RestartPart, goodput_of
@@ -39,7 +39,7 @@ GOODPUT = Goodput(
 
 
 def said(costs: MeasuredCosts, goodput: Goodput = GOODPUT, **more: Any) -> dict[str, str]:
-    return {one.about: one.text for one in advise_by(replace(costs, **more), goodput)}
+    return {one.about: one.text for one in advise(replace(costs, **more), goodput)}
 
 
 def test_a_run_that_does_well_gets_no_advice() -> None:
@@ -209,7 +209,7 @@ def test_a_runs_costs_are_measured_and_add_up_over_its_attempts(tmp_path: Path) 
     assert costs.restart_seconds == pytest.approx(sum(part.seconds for part in costs.restart_parts), rel=0.1)
     assert costs.longest_step == 31.5
     assert costs.began_on == (("n2", 3),)
-    found = {one.about: one.text for one in advise(history, goodput)}
+    found = {one.about: one.text for one in advise(measure_costs(history, goodput), goodput)}
     assert "3 of 3 failures began on n2" in found["nodes"]
     assert f"Advice: {found['nodes']}"[:60] in render_text(Document(history))
 
@@ -240,7 +240,8 @@ def test_what_time_limits_cost_is_measured(tmp_path: Path) -> None:
     assert (costs.failures, costs.queued, costs.time_limits) == (0, 2, 2)
     # To the next step: the end of the old job, the queue, the start of the new one.
     assert costs.time_limit_seconds == pytest.approx(2 * (100 + 700 + 210), abs=5)
-    (found,) = advise(history, goodput_of(history))
+    goodput = goodput_of(history)
+    (found,) = advise(measure_costs(history, goodput), goodput)
     assert found.about == "time_limit"
 
 

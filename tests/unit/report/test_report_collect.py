@@ -11,7 +11,7 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import WorkerEnd
-from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.verdict import Confidence
 from hpc_elastic.report.wording import describe_fresh_starts
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure

@@ -13,7 +13,7 @@ from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.report import collect
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import RoundHistory
-from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.root_cause import verdict_of
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 ALIKE = collect.OF_EACH_KIND

@@ -92,8 +92,8 @@ def test_json_has_all(builder: RunBuilder) -> None:
 def test_html_has_all_escaped(builder: RunBuilder) -> None:
     page = render_html(Document(collect_run(builder.root)))
     assert "no Python stack; D (disk sleep) in rpc_wait_bit_killable, system call read &lt;x&gt;" in page
-    assert "The other threads: 2 places" in page
-    assert "ranks 1-2 (2 ranks, loader)" in page
+    assert "Where the other threads were:" in page
+    assert "ranks 1-2 [loader]: get (data.py:3)" in page
 
 
 def test_what_is_foreign_in_it_is_left_out(builder: RunBuilder) -> None:

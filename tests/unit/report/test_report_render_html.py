@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli.main import main
+from hpc_elastic.report import render_html_chart
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import CHEAP_NODE_ROUNDS, ENTRIES, STYLE, render_html
-from hpc_elastic.report.render_html_chart import ChartLimits, duration
+from hpc_elastic.report.render_html_chart import duration
 from hpc_elastic.report.write import write_report
 from tests.browser.sample_runs import HOSTILE, hostile_run, hung_run, many_nodes_run, requeued_run
 from tests.rigs.run_builder import RunBuilder, make_failure
@@ -169,7 +170,7 @@ def test_512_nodes_are_small_and_fold(tmp_path: Path) -> None:
     assert "are drawn as thin lines" in page.text  # of so many marks not all can be pressed, and it is said
 
 
-def test_limits_are_said(tmp_path: Path) -> None:
+def test_limits_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = RunBuilder(tmp_path / "run", nodes=40)
     builder.attempt(0)
     for index in range(9):
@@ -179,7 +180,9 @@ def test_limits_are_said(tmp_path: Path) -> None:
             text = f"{name}: odd\n" + "word " * 400
             builder.fail(make_failure(rank, at=100 * index + 50 + rank, exception=text, round_index=index))
     history = collect_run(builder.root)
-    page = Page(render_html(Document(history), limits=ChartLimits(rows=10, picture_bytes=2000, buttons=5)))
+    for name, limit in {"ROWS": 10, "PICTURE_BYTES": 2000, "BUTTONS": 5}.items():
+        monkeypatch.setattr(render_html_chart, name, limit)
+    page = Page(render_html(Document(history)))
     for words in (
         "30 of 40 ranks have no row of their own",
         "nodes are not drawn: the page would grow too large",
@@ -202,8 +205,10 @@ def test_long_tracebacks_are_cut_at_their_beginning(tmp_path: Path) -> None:
 
 def test_stacks_of_a_hang_are_folded(tmp_path: Path) -> None:
     page = page_of(hung_run(tmp_path / "run"))
-    assert "rank 3 (1 rank, step 70): /home/ann/lib/queue.py:171 get" in page.text
-    assert "ranks 0-2,4-7 (7 ranks, step 71): /home/ann/lib/distributed_c10d.py:2810 all_reduce" in page.text
+    assert "rank 3: get (queue.py:171)" in page.text
+    assert "/home/ann/lib/queue.py:171 get" in page.text
+    assert "ranks 0-2,4-7: all_reduce (distributed_c10d.py:2810)" in page.text
+    assert "rank 3: at step 70, section" in page.text
 
 
 def test_shifted_clocks_are_said(tmp_path: Path) -> None:
@@ -285,10 +290,10 @@ def test_durations(seconds: float, words: str) -> None:
 def test_a_page_that_takes_long_is_not_made_by_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = requeued_run(tmp_path / "run")
     assert CHEAP_NODE_ROUNDS > 512 * 30
-    monkeypatch.setattr("hpc_elastic.report.render_html.CHEAP_NODE_ROUNDS", 14)
+    monkeypatch.setattr("hpc_elastic.report.write.CHEAP_NODE_ROUNDS", 14)
     assert write_report(builder.root, attempt=1, outcome="succeeded", exit_code=0).problems == ()
     assert not builder.paths.attempt(1).report_html.exists()
-    monkeypatch.setattr("hpc_elastic.report.render_html.CHEAP_NODE_ROUNDS", 15)
+    monkeypatch.setattr("hpc_elastic.report.write.CHEAP_NODE_ROUNDS", 15)
     write_report(builder.root, attempt=1, outcome="succeeded", exit_code=0)
     assert "succeeded" in builder.paths.attempt(1).report_html.read_text()
 

@@ -9,12 +9,11 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import clean_line
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import Document
+from hpc_elastic.report.document import Document, with_end
 from hpc_elastic.report.history import RunHistory, StackGroup
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.report.subject import with_end
 from hpc_elastic.run.attempt import WITHOUT_VERDICT
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
