@@ -113,7 +113,7 @@ def _signs_in(folder: str) -> tuple[tuple[str, int, int], ...]:
 
 class Follower(Protocol):
     def look(self, *, everything: bool = False) -> float:
-        """With `everything`, also what is not due yet. Returns the seconds until the next look."""
+        """`everything`: also what is not due yet. Returns the seconds until the next look."""
 
     def finish(self) -> None:
         """The run has ended: show what is left."""

@@ -6,17 +6,8 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.cli.logs import LogChoice, LogPrinter, has_anything
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.screen import print_note
+from hpc_elastic.output import log_streams
 from hpc_elastic.output.log_reader import Chunk, FollowedFiles, OutputReader
-from hpc_elastic.output.log_streams import (
-    LogStream,
-    StreamPiece,
-    last_of,
-    merged,
-    read_round_marks,
-    readers_of,
-    readers_of_last,
-    round_numbers,
-)
 from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 
@@ -36,10 +27,10 @@ class LogFollower:
         self._printer = printer
         self._tail = tail
         self._clock = clock
-        self._files: FollowedFiles[LogStream, Chunk] = FollowedFiles(self._find_files, clock=clock)
+        self._files: FollowedFiles[log_streams.LogStream, Chunk] = FollowedFiles(self._find_files, clock=clock)
         self._seen: dict[tuple[int, int], float] = {}
         self._round_at: dict[tuple[int, int], float] = {}
-        self._known: set[LogStream] = set()
+        self._known: set[log_streams.LogStream] = set()
         self._shown: tuple[int, int] | None = None
         self._has_begun = False
 
@@ -50,13 +41,13 @@ class LogFollower:
         if everything:
             self._round_at.clear()
         for stream, chunk in self._files.look(everything=everything):
-            self._show(StreamPiece(stream, self._clock.time_ns() // 1000, chunk.data, chunk.after_gap))
+            self._show(log_streams.StreamPiece(stream, self._clock.time_ns() // 1000, chunk.data, chunk.after_gap))
         self._printer.flush()
         return self._files.seconds_until_due()
 
     def finish(self) -> None:
         for stream, chunk in self._files.rests():
-            self._show(StreamPiece(stream, None, chunk.data, chunk.after_gap))
+            self._show(log_streams.StreamPiece(stream, None, chunk.data, chunk.after_gap))
         self._printer.flush()
 
     def _begin(self) -> None:
@@ -72,10 +63,12 @@ class LogFollower:
             return
         index = max(stream.round for stream in streams)
         streams = [stream for stream in streams if stream.round == index]
-        readers = readers_of(streams) if self._tail is None else readers_of_last(streams, self._tail)
-        marks = read_round_marks(attempt.round_dir(index), offsets_ns=read_offsets_ns(attempt))
-        pieces = merged(readers, marks, is_over=False)
-        for piece in pieces if self._tail is None else last_of(pieces, self._tail):
+        readers = (
+            log_streams.readers_of(streams) if self._tail is None else log_streams.readers_of_last(streams, self._tail)
+        )
+        marks = log_streams.read_round_marks(attempt.round_dir(index), offsets_ns=read_offsets_ns(attempt))
+        pieces = log_streams.merged(readers, marks, is_over=False)
+        for piece in pieces if self._tail is None else log_streams.last_of(pieces, self._tail):
             self._show(piece)
         for stream, reader in readers.items():
             self._files.add(stream, reader)
@@ -110,12 +103,12 @@ class LogFollower:
         for number in self._asked.attempts():
             attempt = self._asked.paths.attempt(number)
             wanted = self._choice.rounds
-            for index in round_numbers(attempt) if number >= first[0] else []:
+            for index in log_streams.round_numbers(attempt) if number >= first[0] else []:
                 if (number, index) >= first and (wanted is None or index in wanted):
                     found.append((attempt, index))
         return found
 
-    def _show(self, piece: StreamPiece) -> None:
+    def _show(self, piece: log_streams.StreamPiece) -> None:
         place = (piece.stream.attempt, piece.stream.round)
         if self._shown is not None and place > self._shown:
             self._printer.title(f"attempt {place[0]}, round {place[1]}")

@@ -29,22 +29,7 @@ from hpc_elastic.cli.run_argument import (
 )
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, rank_colour, wants_colour
 from hpc_elastic.errors import UsageError
-from hpc_elastic.output.log_streams import (
-    LogStream,
-    RoundMarks,
-    StreamPiece,
-    last_of,
-    merged,
-    nearest_lines,
-    rank_numbers,
-    read_layouts,
-    read_round_marks,
-    readers_around,
-    readers_of,
-    readers_of_last,
-    round_numbers,
-    streams_of,
-)
+from hpc_elastic.output import log_streams
 from hpc_elastic.output.log_times import STDERR, STDOUT
 from hpc_elastic.output.terminal import harmless, one_line, with_prefix
 from hpc_elastic.report.clocks import read_offsets_ns
@@ -75,7 +60,7 @@ class LogChoice(Struct, frozen=True, kw_only=True):
 
     def rounds_of(self, attempt: AttemptPaths) -> list[int]:
         """The rounds, ascending; raises UsageError where none that was asked for is there."""
-        numbers = round_numbers(attempt)
+        numbers = log_streams.round_numbers(attempt)
         if self.rounds is not None:
             return check_rounds(self.rounds, numbers, attempt.number)
         return numbers if self.all_rounds else numbers[-1:]
@@ -86,22 +71,22 @@ class LogChoice(Struct, frozen=True, kw_only=True):
             asked_nodes(self.nodes, attempt)
         if self.ranks is None or not rounds:
             return
-        layouts = read_layouts(attempt)
+        layouts = log_streams.read_layouts(attempt)
         world = max((layouts[index].world_size for index in rounds if index in layouts), default=0)
-        world = max([world, *(1 + rank for index in rounds for rank in rank_numbers(attempt, index)[-1:])])
+        world = max([world, *(1 + rank for index in rounds for rank in log_streams.rank_numbers(attempt, index)[-1:])])
         name = f"round {rounds[-1]}" if len(rounds) == 1 else f"rounds {rounds[0]}-{rounds[-1]}"
         check_ranks(self.ranks, world, option="--rank", where=f"{name} of attempt {attempt.number}")
 
-    def streams_in(self, attempt: AttemptPaths, round_number: int) -> list[LogStream]:
+    def streams_in(self, attempt: AttemptPaths, round_number: int) -> list[log_streams.LogStream]:
         ranks, nodes = self.ranks, self.nodes
-        layouts = read_layouts(attempt) if nodes is not None else {}
+        layouts = log_streams.read_layouts(attempt) if nodes is not None else {}
         places = layouts[round_number].nodes if round_number in layouts else {}
         indices = asked_nodes(nodes, attempt) if nodes is not None else ()
 
         def wanted(rank: int) -> bool:
             return (ranks is None or rank in ranks) and (nodes is None or places.get(rank) in indices)
 
-        return streams_of(attempt, round_number, wanted=wanted, streams=self.streams)
+        return log_streams.streams_of(attempt, round_number, wanted=wanted, streams=self.streams)
 
 
 class LogPrinter(Struct):
@@ -112,7 +97,7 @@ class LogPrinter(Struct):
     times: bool = False
     colours: bool = False
 
-    def show(self, piece: StreamPiece) -> None:
+    def show(self, piece: log_streams.StreamPiece) -> None:
         rank = piece.stream.rank
         if piece.after_gap:
             self.note(f"[rank {rank}] ... output removed here by --log-max-files ...")
@@ -277,16 +262,18 @@ def _print(
 ) -> bool:
     offsets = read_offsets_ns(attempt)
 
-    def read() -> Iterator[StreamPiece]:
+    def read() -> Iterator[log_streams.StreamPiece]:
         for index in rounds:
             streams = choice.streams_in(attempt, index)
-            marks = read_round_marks(attempt.round_dir(index), offsets_ns=offsets)
+            marks = log_streams.read_round_marks(attempt.round_dir(index), offsets_ns=offsets)
             _warn_without_times(streams, marks)
-            yield from merged(readers_of(streams) if tail is None else readers_of_last(streams, tail), marks)
+            yield from log_streams.merged(
+                log_streams.readers_of(streams) if tail is None else log_streams.readers_of_last(streams, tail), marks
+            )
 
     pieces = read()
-    before: LogStream | None = None
-    for piece in pieces if tail is None else last_of(pieces, tail):
+    before: log_streams.LogStream | None = None
+    for piece in pieces if tail is None else log_streams.last_of(pieces, tail):
         if len(rounds) > 1 and (before is None or before.round != piece.stream.round):
             printer.title(f"attempt {attempt.number}, round {piece.stream.round}")
         before = piece.stream
@@ -304,15 +291,15 @@ def _around(args: SimpleNamespace, asked: AskedRun, choice: LogChoice, printer: 
     choice.check(attempt, [moment.round])
     offsets = read_offsets_ns(attempt)
     streams = choice.streams_in(attempt, moment.round)
-    marks = read_round_marks(attempt.round_dir(moment.round), offsets_ns=offsets)
+    marks = log_streams.read_round_marks(attempt.round_dir(moment.round), offsets_ns=offsets)
     _warn_without_times(streams, marks)
     seconds = SECONDS if args.seconds is None else args.seconds
     lines = LINES if args.lines is None else args.lines
     at_us = (moment.time_ns - offsets.get(moment.node, 0)) // 1000
     window = (at_us - seconds * 1_000_000, at_us + seconds * 1_000_000)
-    readers = readers_around(streams, marks, since_us=window[0], without_times=lines)
-    pieces = merged(readers, marks, window=window)
-    before, after = nearest_lines(pieces, at_us=at_us, count=lines, ended=moment.rank)
+    readers = log_streams.readers_around(streams, marks, since_us=window[0], without_times=lines)
+    pieces = log_streams.merged(readers, marks, window=window)
+    before, after = log_streams.nearest_lines(pieces, at_us=at_us, count=lines, ended=moment.rank)
     printer.title(f"attempt {moment.attempt}, round {moment.round}, {seconds} s before and after the first failure")
     for piece in before:
         printer.show(piece)
@@ -340,7 +327,7 @@ class FailureMoment(Struct, frozen=True, kw_only=True):
 
 
 def first_failure(history: RunHistory, *, attempt: int | None) -> FailureMoment:
-    from hpc_elastic.report.subject import choose_subject
+    from hpc_elastic.report.document import choose_subject
     from hpc_elastic.report.verdict import Cause
 
     subject = choose_subject(history, attempt=attempt)
@@ -369,11 +356,11 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> FailureMoment:
     )
 
 
-def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None:
+def _warn_without_times(streams: Sequence[log_streams.LogStream], marks: log_streams.RoundMarks) -> None:
     found = [one.rank for one in streams if marks.of(one.rank, one.stream).first_us is None and has_anything(one)]
     if found and len(streams) > 1:
         print_note(f"no times are kept for {ranks_text(found)}: one after the other")
 
 
-def has_anything(stream: LogStream) -> bool:
+def has_anything(stream: log_streams.LogStream) -> bool:
     return bool(size_of(stream.path))

@@ -137,7 +137,7 @@ def _connect(node: str, address: str, port: int) -> Reached:
 
 
 def partners_of(rank: int, count: int) -> list[int | None]:
-    """In a round the ranks of a pair add up to one odd number, modulo `count`: no two rounds have a pair in common."""
+    """The ranks of a pair add up to one odd number in a round, modulo `count`: no two rounds have a pair in common."""
     rounds = min(_PARTNERS, count if count % 2 else count // 2)
     partners = [(2 * number + 1 - rank) % count for number in range(rounds)]
     return [None if partner == rank else partner for partner in partners]
