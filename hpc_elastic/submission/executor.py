@@ -208,26 +208,17 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
                     parsed, cluster="local", nodes=nodes, cwd=cwd, env=os.environ, grace=grace
                 )
             prepared.append((self._calling(spec, parsed), limit))
-        return [
-            self._start(call, spec, limit, many=len(calls)) for call, (spec, limit) in zip(calls, prepared, strict=True)
-        ]
-
-    def _start(self, call: Call, spec: RunSpec, limit: int, *, many: int) -> tuple[str, Path]:
-        run = create_run(spec, self._runs_dir)
-        try:
-            self._write_call(run.paths, call, limit, many=many)
-            local_process.start(
-                run.paths,
-                limit=float(limit),
-                delay=float(spec.signal_grace),
-                lines=self._lines,
-                env=os.environ,
-                cwd=spec.cwd,
-            )
-        except BaseException:
-            run.discard()
-            raise
-        return run.paths.run_id, run.paths.root
+        placed = []
+        for call, (spec, limit) in zip(calls, prepared, strict=True):
+            run = create_run(spec, self._runs_dir)
+            try:
+                self._write_call(run.paths, call, limit, many=len(calls))
+                local_process.start(run.paths, limit=limit, delay=spec.signal_grace, lines=self._lines, cwd=spec.cwd)
+            except BaseException:
+                run.discard()
+                raise
+            placed.append((run.paths.run_id, run.paths.root))
+        return placed
 
     def _submit_to_slurm(self, calls: Sequence[Call]) -> list[tuple[str, Path]]:
         """Several calls are an array of one run each. Raises UsageError, SlurmError: nothing is left."""

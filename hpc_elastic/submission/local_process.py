@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.2
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
-def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, env: Mapping[str, str], cwd: str) -> None:
+def start(paths: RunPaths, *, limit: int, delay: int, lines: ScriptLines, cwd: str) -> None:
     """Start the run. Notice is given `delay` seconds before the `limit` of an attempt; 0: unlimited."""
     command = [*module_command(_MODULE, "main"), str(paths.root), f"{limit}", f"{delay}"]
     if lines:
@@ -39,7 +39,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
     log = os.open(paths.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), cwd=cwd, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=cwd, start_new_session=True
         )
     finally:
         os.close(log)

@@ -76,16 +76,15 @@ def decide(
     """Only timeouts count against `max_num_timeout`. `ran` and `limit` in seconds; no `limit`: unknown."""
     timed_out = is_timed_out(ran, limit=limit)
     left = timeouts_left - timed_out
+    action, reason = PreemptionAction.LEAVE, ""
     if asks_itself and not has_checkpoint:
-        return PreemptionDecision(action=PreemptionAction.GO_ON, timed_out=timed_out, timeouts_left=left)
-    if has_checkpoint:
-        action, reason = PreemptionAction.SAVE, ""
+        action = PreemptionAction.GO_ON
+    elif left < 0:
+        action, reason = PreemptionAction.END, "timed-out too many times"
+    elif has_checkpoint:
+        action = PreemptionAction.SAVE
     elif timed_out:
         action, reason = PreemptionAction.END, "timed-out and not checkpointable"
-    else:
-        action, reason = PreemptionAction.LEAVE, ""
-    if left < 0:
-        action, reason = PreemptionAction.END, "timed-out too many times"
     return PreemptionDecision(action=action, timed_out=timed_out, timeouts_left=left, reason=reason)
 
 
