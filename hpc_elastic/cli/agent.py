@@ -11,13 +11,13 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.run import create_run_in_job, nodes_of
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.batch import run_batch
 from hpc_elastic.launch.run_directory import why_not_shared
 from hpc_elastic.launch.step import (
     StepRendezvous,
     StepRun,
     become_agent,
     check_one_task_per_node,
-    run_first_task,
     step_nodes,
 )
 from hpc_elastic.options.command_line import Help
@@ -82,4 +82,4 @@ def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> i
     except BaseException:
         rendezvous.publish(StepRun(refused=True))
         raise
-    return run_first_task(run_dir, env, rendezvous=rendezvous)
+    return run_batch(run_dir, env, rendezvous=rendezvous)

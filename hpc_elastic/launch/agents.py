@@ -136,7 +136,7 @@ class Agents(Struct, eq=False):
     _announced: frozenset[str] = field(default_factory=frozenset)
     _announcements: Counter[int] = field(default_factory=Counter)
     _announced_by_end: Counter[int] = field(default_factory=Counter)
-    """The same at the time of the node's last handled end."""
+    """Announcements of a node by the last end there that was handled."""
     _unable: dict[int, UnableNode] = field(default_factory=dict)
     _given_up: dict[int, set[GivenUp]] = field(default_factory=dict)
 

@@ -29,6 +29,7 @@ from hpc_elastic.launch.requeue import RequeueAction, closed_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import Allocation, AttemptContext, supervisor_events
 from hpc_elastic.launch.slurm_site import SlurmSite, own_script
+from hpc_elastic.launch.step import StepRendezvous, StepSite
 from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
@@ -47,7 +48,9 @@ def run_batch(
     *,
     nodes: Sequence[str] | None = None,
     keep: Sequence[int] = (),
+    rendezvous: StepRendezvous | None = None,
 ) -> int:
+    """Supervise one attempt in this job: as its batch script, or as the first task of a user's own step."""
     ending = not_ignored([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     signals = SignalQueue([signal.SIGUSR2, signal.SIGCHLD, *ending])
     umask = os.umask(0o077)
@@ -55,7 +58,11 @@ def run_batch(
     clock = RunClock()
     write_back(1, clock)
     paths, spec = load_run(run_dir)
-    site = SlurmSite(env, clock=clock, umask=umask, script=own_script(paths), nodes=nodes, keep=keep)
+    site: SlurmSite
+    if rendezvous is not None:
+        site = StepSite(env, rendezvous=rendezvous, clock=clock, umask=umask)
+    else:
+        site = SlurmSite(env, clock=clock, umask=umask, script=own_script(paths), nodes=nodes, keep=keep)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
 
 

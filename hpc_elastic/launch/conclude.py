@@ -377,7 +377,7 @@ def next_nodes(record: NodeRecord, spec: RunSpec, eligible: EligibleNodes | None
 
 
 def checked(nodes: NextNodes, site: Site, paths: RunPaths, eligible: EligibleNodes | None) -> NextNodes:
-    """The same, unless Slurm says that the job could never begin like that (for its constraints, say)."""
+    """`nodes`, unless Slurm says that the job could never begin like that (for its constraints, say)."""
     if eligible is None or not nodes.exclusion.nodes or not nodes.excluded:
         return nodes
     why = site.why_not_without(paths, nodes.excluded)

@@ -228,17 +228,9 @@ def _closing() -> list[tuple[int, int]]:
 class LocalLauncher:
     hears_all_ends = True  # they are our children
 
-    def __init__(
-        self,
-        nodes: int,
-        command: Callable[[int], Sequence[str]],
-        *,
-        environment: Callable[[int], Mapping[str, str]],
-        umask: int,
-    ) -> None:
-        self._nodes = nodes
-        self._command = command
-        self._environment = environment
+    def __init__(self, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]], *, umask: int) -> None:
+        """`starts`: for each node the agent's command, by the program's whole path, and environment."""
+        self._starts = starts
         self._umask = umask
         self._agents: dict[int, tuple[int, AgentProcess]] = {}
         self._failed: list[AgentEnd] = []
@@ -248,12 +240,13 @@ class LocalLauncher:
         self._looked_at = time.monotonic()
 
     def launch(self) -> None:
-        for node in range(self._nodes):
+        for node in range(len(self._starts)):
             self.relaunch(node)
 
     def relaunch(self, node: int) -> None:
+        argv, env = self._starts[node]
         try:
-            process = AgentProcess(self._command(node), env=self._environment(node), umask=self._umask)
+            process = AgentProcess(argv, env=env, umask=self._umask)
         except OSError as error:
             self._failed.append(AgentEnd(node=node, code=None, detail=str(error), started=False))
             return
@@ -310,8 +303,8 @@ class LocalLauncher:
         self._wait_for_leftovers(KILL_SECONDS)
 
     def _wait_for_leftovers(self, seconds: float) -> None:
-        marks = {self._environment(node).get(NODE_TAG_VARIABLE) for node in range(self._nodes)} - {None}
-        job = self._environment(0).get(JOB_VARIABLE)  # a job that a worker submitted may carry the mark, too
+        marks = {env.get(NODE_TAG_VARIABLE) for _, env in self._starts} - {None}
+        job = self._starts[0][1].get(JOB_VARIABLE)  # a job that a worker submitted may carry the mark, too
         began = time.monotonic()
         while left := tree.own_processes_where(
             lambda _, environ: environ.get(NODE_TAG_VARIABLE) in marks and environ.get(JOB_VARIABLE) == job
@@ -350,12 +343,14 @@ class LocalSite(Site):
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> LocalLauncher:
         pid = str(os.getpid())
-        return LocalLauncher(
-            len(attempt.nodes),
-            lambda node: agent_command(paths, attempt.number, "--node", str(node), "--launcher-pid", pid),
-            environment=lambda node: {**self._env, NODE_TAG_VARIABLE: node_mark(spec, "local", node)},
-            umask=self.umask,
-        )
+        starts = [
+            (
+                agent_command(paths, attempt.number, "--node", str(node), "--launcher-pid", pid),
+                {**self._env, NODE_TAG_VARIABLE: node_mark(spec, "local", node)},
+            )
+            for node in range(len(attempt.nodes))
+        ]
+        return LocalLauncher(starts, umask=self.umask)
 
     def ask(self, *, near: float) -> SlurmAnswer:
         # A look without a notice (near 0) finds nothing: this machine ends no job by itself.
@@ -380,7 +375,7 @@ def run_local(
     """
     umask = os.umask(0o077)
     signals = SignalQueue([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
-    output = log_to_stdout()
+    close_output = log_to_stdout()
     paths, spec = load_run(run_dir)
     ready()
     site = LocalSite(os.environ, umask=umask, limit_is_near=limit_is_near)
@@ -388,7 +383,7 @@ def run_local(
         decision = run_attempt(paths, spec, site, clock=RunClock(), signals=signals)
         if decision.action is not RequeueAction.REQUEUE:
             break
-    output.close()
+    close_output()
     return decision.exit_code
 
 

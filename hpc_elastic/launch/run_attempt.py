@@ -305,30 +305,28 @@ class _Handler(logging.Handler):
         self._job_log.write_line(self.format(record))
 
 
-class JobOutput:
-    """This process' stdout: a queue, since it may be a file on a mount that hangs."""
+def log_to_stdout() -> Callable[[], bool]:
+    """Send this process' messages to the job log through a queue, since stdout may be a file on a mount that hangs.
 
-    def __init__(self) -> None:
-        self._job_log = JobLog(1, total_bytes=_MOST_BYTES, source_bytes=_MOST_BYTES)
-        self._handlers = {"hpc_elastic": _Handler(self._job_log), JOB_LOG: _Handler(self._job_log)}
-        self._handlers["hpc_elastic"].setFormatter(logging.Formatter("[hpc-elastic] %(message)s"))
-        for name, handler in self._handlers.items():
-            logger = logging.getLogger(name)
-            logger.setLevel(logging.INFO)
-            logger.addHandler(handler)
-            logger.propagate = False
-        self._close_seconds = _READ_SECONDS if 1 in output_pipes() else _JOB_LOG_SECONDS
+    The function that is returned, and called at the process' end, writes what waits, in bounded time.
+    """
+    job_log = JobLog(1, total_bytes=_MOST_BYTES, source_bytes=_MOST_BYTES)
+    handlers = {"hpc_elastic": _Handler(job_log), JOB_LOG: _Handler(job_log)}
+    handlers["hpc_elastic"].setFormatter(logging.Formatter("[hpc-elastic] %(message)s"))
+    for name, handler in handlers.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        logger.propagate = False
+    seconds = _READ_SECONDS if 1 in output_pipes() else _JOB_LOG_SECONDS
 
-    def close(self) -> bool:
-        for name, handler in self._handlers.items():
+    def close() -> bool:
+        for name, handler in handlers.items():
             logging.getLogger(name).removeHandler(handler)
-        return self._job_log.close(self._close_seconds)
+        return job_log.close(seconds)
 
-
-def log_to_stdout() -> JobOutput:
-    output = JobOutput()
-    atexit.register(output.close)
-    return output
+    atexit.register(close)
+    return close
 
 
 def load_run(run_dir: Path) -> tuple[RunPaths, RunSpec]:

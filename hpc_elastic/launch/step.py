@@ -7,7 +7,6 @@ the other tasks become agents.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -17,11 +16,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.clock import Clock, RunClock, pause
+from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.local import LocalLauncher
-from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.run_attempt import load_run
 from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.launch.site import agent_command, node_mark
 from hpc_elastic.launch.slurm_site import SlurmSite
@@ -32,7 +31,6 @@ from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
 FOLDER = ".steps"
@@ -96,7 +94,7 @@ class StepLauncher(LocalLauncher):
     def __init__(self, site: StepSite, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> None:
         env = {**site.environment, NODE_TAG_VARIABLE: node_mark(spec, "slurm")}
         command = agent_command(paths, attempt.number, "--launcher-pid", str(os.getpid()))
-        super().__init__(len(attempt.nodes), lambda node: command, environment=lambda node: env, umask=site.umask)
+        super().__init__([(command, env)] * len(attempt.nodes), umask=site.umask)
         self._here = attempt.nodes.index(site.host)
         self._others = len(attempt.nodes) - 1
         self._rendezvous = site.rendezvous
@@ -169,16 +167,6 @@ def check_one_task_per_node(task: TaskFacts) -> None:
         f"srun started {most} tasks on a node: one agent has the whole node and starts its workers itself; give srun "
         f"-n{nodes} --ntasks-per-node=1, and --nproc-per-node {most} to hpc-elastic agent"
     )
-
-
-def run_first_task(run_dir: Path, env: Mapping[str, str], *, rendezvous: StepRendezvous) -> int:
-    signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
-    umask = os.umask(0o077)
-    log_to_stdout()
-    clock = RunClock()
-    paths, spec = load_run(run_dir)
-    site = StepSite(env, rendezvous=rendezvous, clock=clock, umask=umask)
-    return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
 
 
 def become_agent(run: StepRun, env: Mapping[str, str]) -> int:

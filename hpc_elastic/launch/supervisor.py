@@ -50,8 +50,9 @@ DEPARTED_SECONDS = 1.0
 LAST_GRACE = 2.0
 AT_ONCE = 0.3
 SILENT_SECONDS = 3.0
+"""Time for the store to take the closing record."""
 UNMET_SECONDS = 0.5
-"""The same where no node has joined: there is no log to write it into."""
+"""Time for that where no node has joined: there is no log to write it into."""
 SILENT_RESERVE = 9.0
 """Time for agents to end after a signal, on top of the workers' grace: they need 4 s to find the store silent."""
 CLAIM_SECONDS = 5.0
