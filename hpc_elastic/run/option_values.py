@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import signal
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct, field
 
+from hpc_elastic.base.text import range_bounds
 from hpc_elastic.errors import UsageError
 from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, STEP, is_section_name
 
@@ -200,14 +202,9 @@ RankRanges = tuple[tuple[int, int], ...]
 
 
 def parse_rank_ranges(text: str, option: str) -> RankRanges:
-    found: list[tuple[int, int]] = []
-    for word in (word.strip() for word in text.split(",")):
-        first, dash, last = word.partition("-")
-        if not _is_rank(first) or (dash and not (_is_rank(last) and int(last) >= int(first))):
-            raise UsageError(
-                f"{option} {text!r}: give ranks and ranges of ranks separated by commas, such as 0 or 0-3,8"
-            )
-        found.append((int(first), int(last) if dash else int(first)))
+    found = range_bounds(re.sub(r"\s*,\s*", ",", text.strip()))
+    if found is None:
+        raise UsageError(f"{option} {text!r}: give ranks and ranges of ranks separated by commas, such as 0 or 0-3,8")
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(found):
         if merged and begin <= merged[-1][1] + 1:

@@ -103,7 +103,8 @@ class SlurmClient(Struct, eq=False):
         return job
 
     def find_submitted(self, run_dir: str, *, clusters: str = "") -> JobId | None:
-        argv = commands.own_jobs(os.getuid(), clusters)
+        where = ["-M", clusters] if clusters else []
+        argv = ["squeue", *where, "-u", str(os.getuid()), "-h", "-t", "all", "-o", "%F|%k|%o"]
         return parse_own_jobs(self._run("looking for the job", argv).stdout, run_dir)
 
     def job_state(self, job: JobId) -> JobState | None:

@@ -143,11 +143,6 @@ def sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
     return ["sbatch", "--parsable", *extra, script]
 
 
-def own_jobs(uid: int, clusters: str) -> list[str]:
-    where = ["-M", clusters] if clusters else []
-    return ["squeue", *where, "-u", str(uid), "-h", "-t", "all", "-o", "%F|%k|%o"]
-
-
 def squeue(jobs: Iterable[JobId]) -> list[str]:
     """States of jobs of one cluster, ended ones too.
 
