@@ -168,18 +168,18 @@ def _as_json(found: Resolved, shown: Sequence[Option], env: Mapping[str, str]) -
             "where": (origin.where or None) if origin is not None else None,
             "profile": origin.profile if origin is not None else None,
         }
-    files = [{"layer": file.layer.value, "path": str(file.path), "state": file.state} for file in found.files]
+    files = [{"layer": file.layer.value, "path": str(file.path), "state": state} for file, state in found.files]
     return {"version": 1, "profile": found.profile, "files": files, "settings": settings}
 
 
 def _as_text(found: Resolved, shown: Sequence[Option], env: Mapping[str, str], *, everything: bool) -> str:
     lines = []
-    project = [file for file in found.files if file.layer is Layer.PROJECT]
-    for file in found.files:
-        if file.layer is not Layer.PROJECT or file.state not in ("not there", "no [tool.hpc-elastic] in it"):
-            lines.append(f"{file.layer.value:<9}{file.path} ({file.state})")
-    if project and not any(file.state == "read" for file in project):
-        lines.append(f"{Layer.PROJECT.value:<9}none, from {project[0].path.parent} upwards")
+    project = {file.path: state for file, state in found.files if file.layer is Layer.PROJECT}
+    for file, state in found.files:
+        if file.layer is not Layer.PROJECT or state not in ("not there", "no [tool.hpc-elastic] in it"):
+            lines.append(f"{file.layer.value:<9}{file.path} ({state})")
+    if project and "read" not in project.values():
+        lines.append(f"{Layer.PROJECT.value:<9}none, from {next(iter(project)).parent} upwards")
     lines.append(f"{'profile':<9}{found.profile or 'none'}")
     rows = []
     for option in shown:

@@ -24,7 +24,7 @@ from hpc_elastic.options.launch_line import (
     joined,
     option_of_pyxis,
 )
-from hpc_elastic.options.sbatch import IMPOSSIBLE, NO_HET_JOBS, has_components
+from hpc_elastic.options.sbatch import IMPOSSIBLE, NO_HET_JOBS, has_components, split_option
 from hpc_elastic.options.script_variables import (
     COUNTS,
     FOR_MEETING,
@@ -181,9 +181,7 @@ class _Converter:
     def _directive(self, number: int, text: str, words: list[str]) -> None:
         while words:
             word = words.pop(0)
-            name, equals, value = word.partition("=")
-            if not word.startswith("--") and len(word) > 2:
-                name, equals, value = word[:2], "=", word[2:].removeprefix("=")
+            name, equals, value = split_option(word)
             if not word.startswith("-"):
                 self._note(number, text, LineStatus.MANUAL, f"{word} is not an option")
                 continue

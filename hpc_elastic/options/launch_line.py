@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct, field
 
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.sbatch import NO_HET_JOBS
+from hpc_elastic.options.sbatch import NO_HET_JOBS, split_option
 from hpc_elastic.options.script_variables import COUNTS, MEETING, PRINTS, SHELL, Variables, assignments
 from hpc_elastic.options.shell_text import ASSIGNMENT, expanded_names, inner_text, parse_script, plain
 from hpc_elastic.options.table import Option
@@ -196,9 +196,8 @@ class _LaunchReader:
     def _srun_options(self, rest: list[str]) -> list[str]:
         launch = self.launch
         while rest and rest[0].startswith("-"):
-            name, equals, value = rest.pop(0).partition("=")
-            if not name.startswith("--") and len(name) > 2 and name not in _NO_VALUE_OF_SRUN:
-                name, value, equals = name[:2], name[2:] + equals + value, "="
+            word = rest.pop(0)
+            name, equals, value = (word, "", "") if word in _NO_VALUE_OF_SRUN else split_option(word)
             if not equals and name not in _NO_VALUE_OF_SRUN and not name.startswith("--no-") and rest:
                 value = rest.pop(0) if not rest[0].startswith("-") else ""
             if name in COUNTS:

@@ -42,19 +42,13 @@ class Origin(Struct, frozen=True, kw_only=True):
     profile: str | None = None
 
 
-class LayerFile(Struct, frozen=True, kw_only=True):
-    layer: Layer
-    path: Path
-    state: str
-    """``read``, ``not there``, or why it does not count."""
-
-
 class Resolved(Struct, frozen=True, kw_only=True):
     parsed: Parsed
     """Reads as if all had stood on the command line; `Parsed.sources` names the true ones."""
     origins: Mapping[str, Origin] = field(default_factory=dict)
     """`Option.dest` → its source, where some layer above the defaults gives it."""
-    files: tuple[LayerFile, ...] = ()
+    files: tuple[tuple[Candidate, str], ...] = ()
+    """Each with its state: ``read``, ``not there``, or why it does not count."""
     profile: str | None = None
 
 
@@ -159,9 +153,11 @@ def configured_runs_dir(env: Mapping[str, str], here: Path) -> str | None:
     return resolve(nothing, ALL_OPTIONS, env=env, here=here).parsed.get("runs_dir")
 
 
-def _read_files(found: list[Candidate], keys: Keys) -> tuple[list[tuple[Layer, SettingsFile]], list[LayerFile]]:
+def _read_files(
+    found: list[Candidate], keys: Keys
+) -> tuple[list[tuple[Layer, SettingsFile]], list[tuple[Candidate, str]]]:
     read: list[tuple[Layer, SettingsFile]] = []
-    files: list[LayerFile] = []
+    files: list[tuple[Candidate, str]] = []
     present = config_files.there(found)
     has_project: Path | None = None
     for candidate in found:
@@ -182,7 +178,7 @@ def _read_files(found: list[Candidate], keys: Keys) -> tuple[list[tuple[Layer, S
                 state = "read"
                 if candidate.layer is Layer.PROJECT:
                     has_project = candidate.path
-        files.append(LayerFile(layer=candidate.layer, path=candidate.path, state=state))
+        files.append((candidate, state))
     return read, files
 
 

@@ -274,6 +274,13 @@ def check_srun_argument(text: str, option: str = "--srun-arg") -> None:
         raise UsageError(f"{option} {text}: not possible here: {_OF_THE_STEP[name]}")
 
 
+def split_option(word: str) -> tuple[str, str, str]:
+    """``--time=10`` and ``-t10`` as name, ``=`` and value; the last two are empty for a name alone."""
+    if word.startswith("--") or len(word) <= 2:
+        return word.partition("=")
+    return word[:2], "=", word[2:].removeprefix("=")
+
+
 def option_name(argument: str) -> str:
     """``--time=10`` → ``--time``; ``-t10`` → ``-t``."""
     name = argument.partition("=")[0].partition(" ")[0]

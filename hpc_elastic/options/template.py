@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.sbatch import NO_HET_JOBS, check_possible, has_components, sbatch_variables
+from hpc_elastic.options.sbatch import NO_HET_JOBS, check_possible, has_components, sbatch_variables, split_option
 from hpc_elastic.options.table import Option, Parsed
 
 PLACEHOLDERS = {
@@ -164,10 +164,7 @@ def asked_by(words: Sequence[str]) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     rest = list(words)
     while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("--") and len(word) > 2:
-            name, equals, value = word[:2], "=", word[2:].removeprefix("=")
+        name, equals, value = split_option(rest.pop(0))
         option = by_name.get(name)
         if option is None:
             continue

@@ -254,7 +254,7 @@ def test_the_projects_file_is_the_first_one_upwards(place: Place) -> None:
     place.write("project", "nodes = 3\n")
     found = place.resolve()
     assert found.parsed.get("nodes") == "3"
-    states = {file.path: file.state for file in found.files}
+    states = {file.path: state for file, state in found.files}
     assert states[pyproject].startswith("not read, ")
     (place.here / ".git").mkdir()
     assert place.resolve().parsed.get("nodes") is None, "a repository ends the search"
