@@ -20,7 +20,7 @@ from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import available_memory, kernel_fields, kernel_text
 from hpc_elastic.base.text import size_text
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run.health_limits import Check
+from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers.linux import memory_folders
 
 DESCRIPTORS = "descriptors"

@@ -27,7 +27,7 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import LOOPBACK, links
 from hpc_elastic.base.loop import Inbox, start_thread
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.run.health_limits import Check
+from hpc_elastic.run.option_values import Check
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.user_command import END_SECONDS, UserCommand, last_lines

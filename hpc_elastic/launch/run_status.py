@@ -99,7 +99,6 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     output: OutputStatus | None = None
     """Read on request, where a round's workers report no steps."""
     preload: Preload | None = None
-    """Imports seen in workers, on request, where the workers are forks."""
     outcome: str = ""
     reason: str = ""
     exit_code: int | None = None

@@ -19,7 +19,6 @@ from hpc_elastic.run.container import (
     parse_container_mounts,
     parse_container_workdir,
 )
-from hpc_elastic.run.health_limits import parse_health_checks
 from hpc_elastic.run.log_pieces import parse_bytes, parse_size
 from hpc_elastic.run.option_values import (
     CheckpointRoom,
@@ -28,6 +27,7 @@ from hpc_elastic.run.option_values import (
     command_like,
     one_of,
     parse_handled_signals,
+    parse_health_checks,
     parse_local_ranks,
     parse_metrics,
     parse_modules,

@@ -53,7 +53,6 @@ class Container(Struct, frozen=True, kw_only=True):
 
 
 def parse_container_image(text: str, option: str) -> ContainerImage:
-    """Read ``RUNTIME:IMAGE``, or an image whose form or the installed runtimes show which one it is for."""
     name, colon, image = text.partition(":")
     names = [runtime.value for runtime in Runtime]
     if colon and name in names:
@@ -105,7 +104,6 @@ def parse_container_workdir(text: str, option: str) -> str:
 
 
 def parse_container_env(text: str, option: str) -> tuple[str, ...]:
-    """``NAME,...``."""
     names = tuple(word.strip() for word in text.split(","))
     if bad := [name for name in names if not name.replace("_", "a").isalnum() or name[:1].isdigit()]:
         raise UsageError(

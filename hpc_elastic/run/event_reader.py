@@ -166,7 +166,6 @@ class EventFile:
             yield from found
 
     def left_out(self) -> list[str]:
-        """One sentence for each bound that has left out a part of the file so far."""
         name = f"{self._path.parent.name}/{self._path.name}"
         return [f"{name}: {count} bytes were left out: {why}" for why, count in self._left_out.items()]
 

@@ -22,7 +22,6 @@ _NUMBER = re.compile(r"\.([0-9]{3,9})\Z")
 
 class PieceLimit(Struct, frozen=True, kw_only=True):
     size: int
-    """Bytes of the largest piece."""
     count: int = DEFAULT_PIECES
     """Pieces that are kept, the one that is being written included; at least 2."""
 

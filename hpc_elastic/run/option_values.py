@@ -14,6 +14,7 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from enum import Enum, IntFlag
+from types import MappingProxyType
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct, field
@@ -55,8 +56,6 @@ def number_of(text: str) -> float:
 
 
 def one_of(kind: type[E]) -> Callable[[str, str], E]:
-    """Make a parser of the values of an enumeration."""
-
     def parse(text: str, option: str) -> E:
         try:
             return kind(text)
@@ -291,8 +290,6 @@ def parse_words(text: str, option: str) -> tuple[str, ...]:
 
 
 def command_like(example: str) -> Callable[[str, str], tuple[str, ...]]:
-    """Make a parser of a command and its arguments."""
-
     def parse(text: str, option: str) -> tuple[str, ...]:
         argv = parse_words(text, option)
         if not argv or not argv[0]:
@@ -302,14 +299,79 @@ def command_like(example: str) -> Callable[[str, str], tuple[str, ...]]:
     return parse
 
 
+MIB = 1 << 20
+
+
+class Check(str, Enum):
+    TMP = "tmp"
+    """Room on the node's own disk: TMPDIR, or /tmp."""
+    SHM = "shm"
+    MEMORY = "memory"
+    """Memory that can still be had: the node's, and below the cgroup's limits."""
+    SHARED = "shared"
+    CLOCK = "clock"
+    """The wall clock against that of the run directory's server: only ever a warning."""
+    GPU = "gpu"
+    GPU_MEMORY = "gpu-memory"
+    """The GPUs have given back the memory that ended workers held."""
+    LINK = "link"
+    """The network interfaces by which other nodes reach this one have a link."""
+
+
+DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
+    {
+        Check.TMP: 16 * MIB,
+        Check.SHM: 1 * MIB,
+        Check.MEMORY: 64 * MIB,
+        Check.SHARED: 120.0,
+        Check.CLOCK: 60.0,
+        Check.GPU: 1.0,
+        Check.GPU_MEMORY: 50.0,
+        Check.LINK: 3.0,
+    }
+)
+"""Free bytes; seconds for the run directory's answer, between clocks, until GPUs have given memory back, and without a
+link; uncorrectable ECC errors that make a GPU unfit. Floors below which no training could start on a node."""
+_SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[Check, float]:
+    """Read ``none``, or a list such as ``default,tmp=10G,shared=30``; ``default`` stands for all checks."""
+    if text == "none":
+        return {}
+    limits: dict[Check, float] = {}
+    for part in (text or "default").split(","):
+        name, equals, value = part.strip().partition("=")
+        if name == "default" and not equals:
+            limits = {**DEFAULT_LIMITS, **limits}
+            continue
+        if name == "network":
+            raise UsageError(f"{option} {text}: network was removed; hpc-elastic doctor --nodes N measures it")
+        try:
+            check = Check(name)
+        except ValueError:
+            known = ", ".join(item.value for item in Check)
+            raise UsageError(f"{option} {text}: {name!r} is not a check; there are {known}, default and none") from None
+        limits[check] = _limit(check, value, text, option) if equals else DEFAULT_LIMITS[check]
+    return limits
+
+
+def _limit(check: Check, value: str, text: str, option: str) -> float:
+    unit = value[-1:].upper() if check in _SIZES and value[-1:].isalpha() else ""
+    number = number_of(value[: len(value) - len(unit)]) * _UNITS[unit] if unit in _UNITS else -1.0
+    if not 0 <= number < 1e18 or (number == 0 and check not in _SIZES):
+        wanted = "a size, as in 500M or 10G" if check in _SIZES else "a number above 0"
+        raise UsageError(f"{option} {text}: {check.value}={value} is not {wanted}")
+    return number
+
+
 class MetricsTarget(Struct, frozen=True, kw_only=True):
     path: str
     """Absolute; ``{host}`` stands for the node's name."""
 
 
 class CheckpointRoom(Struct, frozen=True, kw_only=True):
-    """``--checkpoint-local``."""
-
     folder: str = "/dev/shm"
     room: int | None = None
     """Bytes; None: half of what is free."""
@@ -330,7 +392,6 @@ def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
 
 class Scope(str, Enum):
     RUN = "run"
-    """A run's next attempt leaves bad nodes out."""
     OFF = "off"
 
 

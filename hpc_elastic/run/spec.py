@@ -16,10 +16,11 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError
 from hpc_elastic.run.container import Container, ContainerImage, ContainerMount
-from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 from hpc_elastic.run.option_values import (
+    DEFAULT_LIMITS,
     BadNodeSettings,
+    Check,
     CheckpointRoom,
     GrowPolicy,
     MetricsTarget,
@@ -105,7 +106,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     hangs: HangSettings = field(default_factory=HangSettings)
     slow_ranks: OnSlowRank = OnSlowRank.OBSERVE
     health_checks: Mapping[Check, float] = field(default_factory=lambda: dict(DEFAULT_LIMITS))
-    """The checks that a node must pass before it joins a round, with the limit of each."""
     health_check: tuple[str, ...] = ()
     health_check_timeout: float = 30.0
     checkpoint_dir: str = ""
@@ -171,13 +171,7 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     def container(self) -> Container | None:
         if self.container_image is None:
             return None
-        return Container(
-            image=self.container_image,
-            mounts=self.container_mounts,
-            workdir=self.container_workdir,
-            env=self.container_env,
-            args=self.container_args,
-        )
+        return Container(**{name: getattr(self, f"container_{name}") for name in Container.__struct_fields__})
 
     @property
     def flush_seconds(self) -> float:

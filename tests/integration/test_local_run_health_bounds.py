@@ -17,7 +17,7 @@ from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.run.health_limits import Check
+from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.user_command import TOKEN_VARIABLE
@@ -95,7 +95,7 @@ def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> No
     facts = run_stand_in(
         """
         import pathlib, tempfile
-        from hpc_elastic.run.health_limits import Check
+        from hpc_elastic.run.option_values import Check
         from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
         from hpc_elastic.base.loop import wait_readable
         probe = pathlib.Path(tempfile.mkdtemp()) / "health" / "node-0"

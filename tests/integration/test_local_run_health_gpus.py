@@ -18,7 +18,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.run_request import workers_here
-from hpc_elastic.run.health_limits import Check
+from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers.spawn import Inherited
 from tests.rigs.fake_nvml import build_nvml
 from tests.rigs.waiting import until

@@ -22,7 +22,7 @@ from hpc_elastic.agent.health import (
     judge_shared,
     sum_up_findings,
 )
-from hpc_elastic.run.health_limits import Check
+from hpc_elastic.run.option_values import Check
 
 GIB = 1 << 30
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check, parse_health_checks
 from hpc_elastic.run.option_values import (
+    DEFAULT_LIMITS,
     LEARNED_LEAST,
     BadNodeSettings,
+    Check,
     GrowPolicy,
     MetricsTarget,
     RequeueChoice,
@@ -21,6 +22,7 @@ from hpc_elastic.run.option_values import (
     StreamChoice,
     command_like,
     parse_bad_nodes,
+    parse_health_checks,
     parse_local_ranks,
     parse_metrics,
     parse_rank_ranges,
