@@ -14,11 +14,13 @@ from hpc_elastic.rendezvous.claims import (
     Departure,
     FailureReader,
     Ready,
+    Saved,
     claim_folder,
+    claim_key,
     claims_of,
+    read_claim,
 )
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.growth import GrowthSigns
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, node_of
@@ -66,6 +68,61 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     kept: frozenset[str] = frozenset()
     since_notice: float = 0.0
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
+
+
+class GrowthSigns:
+    """One coordinator's, on its monotonic clock. Claims never change: what was read once is not read again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._round = -1
+        self._waiting_since: float | None = None
+        self._saved_at: dict[tuple[str, str], float] = {}
+        """(uid, serial) → when its checkpoint was complete."""
+        self._saving: set[tuple[str, str]] = set()
+        self._now = 0.0
+
+    def look(self, round_index: int, claims: Claims, *, waiting: bool, now: float) -> None:
+        """Take in the listing of a final round's folder at the moment `now`; `waiting`: a node that lives waits."""
+        if round_index != self._round:
+            self._round, self._waiting_since = round_index, None
+            self._saved_at, self._saving = {}, set()
+        self._now = now
+        if not waiting or self._waiting_since is None:
+            self._waiting_since = now if waiting else None
+        self._saving = {(uid, serial) for uid, serial, _ in _words(claims, ClaimKind.SAVING)}
+        unread = [word for word in _words(claims, ClaimKind.SAVED) if word[:2] not in self._saved_at]
+        keys = [claim_key(round_index, ClaimKind.SAVED, uid, serial=serial) for uid, serial, _ in unread]
+        for (uid, serial, _), raw in zip(unread, self._store.get_many(keys), strict=True):
+            saved = read_claim(Saved, raw)
+            self._saved_at[uid, serial] = now - (max(0.0, saved.age) if saved is not None and saved.age < 1e9 else 0.0)
+
+    def paused_for(self, seconds: float) -> None:
+        self._now += seconds
+        if self._waiting_since is not None:
+            self._waiting_since += seconds
+        self._saved_at = {key: at + seconds for key, at in self._saved_at.items()}
+
+    @property
+    def since_waiting(self) -> float:
+        return 0.0 if self._waiting_since is None else self._now - self._waiting_since
+
+    @property
+    def since_saved(self) -> float:
+        return min((self._now - at for at in self._saved_at.values()), default=float("inf"))
+
+    @property
+    def is_saving(self) -> bool:
+        return bool(self._saving - self._saved_at.keys())
+
+
+def _words(claims: Claims, kind: ClaimKind) -> list[tuple[str, str, str]]:
+    found = []
+    for name, uids in claims.items():
+        word, dot, serial = name.partition(".")
+        if dot and word == kind.value:
+            found += [(uid, serial, name) for uid in uids]
+    return found
 
 
 _MOST_READ = 3

@@ -6,7 +6,7 @@
   too few can ever come, or the timeout is over → close; a member is lost, and needed → it is named as lost.
 - frozen: a member is lost or does not confirm → the next round; all confirmed → final.
 - final: a worker failed, or a member is lost → the next round; all workers ended with 0 → close; nodes wait and may
-  come in (`growth`) → the next round.
+  come in (`decide_growth`) → the next round.
 - under a preemption notice: no round begins; all workers saved, or time is over → close.
 - otherwise: silent nodes are named as suspects, to be asked whether they live (`failure_detector`).
 """
@@ -23,7 +23,6 @@ from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, RunNotice, agreed_step
 from hpc_elastic.rendezvous.proposals import Proposal, files_hang, propose, propose_close
@@ -45,10 +44,14 @@ from hpc_elastic.rendezvous.state import (
     node_of,
     supersedes,
 )
+from hpc_elastic.run.option_values import GrowPolicy
 
 _MOST_NAMES = 8
 HEARD_PATIENCE = 6.0
 """Seconds for which no round begins after a signal that may mean the job's end: by then its meaning is known."""
+SETTLE_SECONDS = 2.5
+"""Seconds from one node's report of a complete checkpoint until the other nodes, which still write theirs, must have
+reported that: an agent looks at its workers once a second."""
 
 
 def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
@@ -281,9 +284,9 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
         for uid, info in view.joined.items()
         if uid not in view.dead and uid not in view.leaving and info.node not in view.gone
     }
-    growth = _growth(view, settings, waiting)
-    said = f"{', '.join(_name(node, view) for node in sorted({info.node for info in waiting.values()}))} {growth.why}"
-    if growth.takes_in and not view.done:
+    takes_in, why = decide_growth(view, settings, waiting)
+    said = f"{', '.join(_name(node, view) for node in sorted({info.node for info in waiting.values()}))} {why}"
+    if takes_in and not view.done:
         return _reopen(record, said, lost={})
     if len(waiting) != record.waiting:
         said = said if waiting else "no node waits any more"
@@ -330,24 +333,34 @@ def _preempted(record: RoundRecord, notice: RunNotice, said: str, *, retryable: 
     return propose_close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}", retryable=retryable)
 
 
-def _growth(view: ClusterView, settings: RendezvousSettings, waiting: Mapping[str, NodeInfo]) -> Growth:
+def decide_growth(view: ClusterView, settings: RendezvousSettings, waiting: Mapping[str, NodeInfo]) -> tuple[bool, str]:
+    """Decide whether nodes that wait come into a round that goes well, and why; spares only for a lost node.
+
+    CHECKPOINT waits for none any more after `grow_patience` seconds without one; after `suspect_answer` seconds members
+    have reported the checkpoints that they had completed before nodes waited.
+    """
     here = {info.node: Member(uid, info.node, info.local_world_size) for uid, info in waiting.items()}
     complete = {member.node for member in whole_segments(tuple(here.values()), settings.segment)}
     whole = [info for info in waiting.values() if info.node in complete]
     if here and not whole:
-        return Growth(takes_in=False, why=f"{'wait' if len(here) > 1 else 'waits'} for the rest of a segment")
-    spares = sum(info.spare for info in whole)
-    facts = GrowthFacts(
-        newcomers=len(whole) - spares,
-        spares=spares,
-        free=settings.max_nodes - len(view.record.members),
-        vacant=view.record.vacant,
-        since_final=view.since_status,
-        since_waiting=view.since_waiting,
-        since_saved=view.since_saved,
-        is_saving=view.is_saving,
-    )
-    return decide_growth(facts, settings.grow, patience=settings.grow_patience, answer=settings.suspect_answer)
+        return False, f"{'wait' if len(here) > 1 else 'waits'} for the rest of a segment"
+    waits, as_a_spare = ("wait", "wait as spares") if len(whole) > 1 else ("waits", "waits as a spare")
+    if not whole or settings.max_nodes <= len(view.record.members):
+        return False, as_a_spare
+    if view.record.vacant > 0:
+        return True, f"came for {'lost nodes' if len(whole) > 1 else 'a lost node'}"
+    if all(info.spare for info in whole):
+        return False, as_a_spare
+    if settings.grow is GrowPolicy.NOW:
+        return True, "came"
+    if settings.grow is GrowPolicy.NEVER:
+        return False, f"{waits} for a new round to begin (--grow never)"
+    idle = min(view.since_saved, view.since_status)
+    if idle >= settings.grow_patience and view.since_waiting >= settings.suspect_answer:
+        return True, f"came, and no checkpoint was reported for {idle:.0f} s"
+    if SETTLE_SECONDS <= view.since_saved < view.since_waiting and not view.is_saving:
+        return True, "came, and a checkpoint is complete"
+    return False, f"{waits} for the next checkpoint (--grow checkpoint)"
 
 
 def _in_segments(settings: RendezvousSettings) -> str:

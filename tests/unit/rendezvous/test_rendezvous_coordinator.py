@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.coordinator import next_proposal
+from hpc_elastic.rendezvous.coordinator import decide_growth, next_proposal
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.proposals import Proposal, consequences, propose_close
 from hpc_elastic.rendezvous.restart import RestartDecision
@@ -979,3 +980,49 @@ def test_where_too_few_are_left_without_it_the_attempt_ends_and_another_one_may_
     assert (proposal.record.outcome, proposal.record.retryable) == (Outcome.FAILED, True)
     assert proposal.record.reason.startswith("1 of at least 2 nodes are left without node 0, node 2, nid003 (all its")
     assert proposal.record.reason.endswith(": boom")
+
+
+def takes_in(
+    policy: GrowPolicy = GrowPolicy.CHECKPOINT, *, newcomers: int = 1, spares: int = 0, free: int = 1, vacant: int = 0,
+    **seen: Any,
+) -> bool:  # fmt: skip
+    of = record(Status.FINAL, uid(0), vacant=vacant)
+    settings = replace(SETTINGS, max_nodes=1 + free, grow=policy, grow_patience=300.0, suspect_answer=4.0)
+    waiting = {uid(at): replace(info(uid(at)), spare=at > newcomers) for at in range(1, 1 + newcomers + spares)}
+    return decide_growth(view(of, **{"since_status": 60.0, "since_waiting": 10.0, **seen}), settings, waiting)[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "facts", "expected"),
+    [
+        (GrowPolicy.NOW, {}, True),
+        (GrowPolicy.NEVER, {}, False),
+        (GrowPolicy.NEVER, {"since_saved": 5.0, "since_status": 900.0}, False),
+        (GrowPolicy.CHECKPOINT, {}, False),
+        (GrowPolicy.CHECKPOINT, {"since_saved": 5.0}, True),
+        (GrowPolicy.CHECKPOINT, {"since_saved": 5.0, "is_saving": True}, False),  # the others still write theirs
+        (GrowPolicy.CHECKPOINT, {"since_saved": 1.0}, False),  # or may, and have not said so yet
+        (GrowPolicy.CHECKPOINT, {"since_saved": 12.0}, False),  # that one was before anybody waited
+        (GrowPolicy.CHECKPOINT, {"since_status": 301.0}, True),  # a script that reports none
+        (GrowPolicy.CHECKPOINT, {"since_status": 301.0, "is_saving": True}, True),  # one that never ends
+        (GrowPolicy.CHECKPOINT, {"since_status": 301.0, "since_waiting": 1.0}, False),  # who saved has yet to answer
+        (GrowPolicy.CHECKPOINT, {"since_status": 900.0, "since_saved": 299.0}, False),
+        (GrowPolicy.CHECKPOINT, {"since_status": 900.0, "since_saved": 301.0}, True),
+    ],
+)
+def test_a_healthy_round(policy: GrowPolicy, facts: dict[str, object], expected: bool) -> None:
+    assert takes_in(policy, **facts) is expected
+
+
+@pytest.mark.parametrize("policy", GrowPolicy)
+def test_who_replaces_a_lost_node_comes_in_at_once(policy: GrowPolicy) -> None:
+    assert takes_in(policy, vacant=1, since_waiting=0.0)
+    assert takes_in(policy, vacant=1, newcomers=0, spares=1, since_waiting=0.0)
+    assert not takes_in(policy, vacant=1, newcomers=0)
+
+
+@pytest.mark.parametrize("policy", GrowPolicy)
+def test_at_max_and_as_a_spare_a_node_waits(policy: GrowPolicy) -> None:
+    for since_saved, since_status in itertools.product((5.0, float("inf")), (1.0, 9999.0)):
+        assert not takes_in(policy, free=0, since_saved=since_saved, since_status=since_status)
+        assert not takes_in(policy, newcomers=0, spares=1, since_saved=since_saved, since_status=since_status)

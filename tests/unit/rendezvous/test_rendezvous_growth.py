@@ -1,70 +1,12 @@
-"""Whether nodes that wait come into a healthy round, and what members say about checkpoints meanwhile."""
+"""What members say about checkpoints while nodes wait."""
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-from msgspec.structs import replace
-
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
-from hpc_elastic.rendezvous.growth import GrowthFacts, GrowthSigns, decide_growth
-from hpc_elastic.run.option_values import GrowPolicy
+from hpc_elastic.rendezvous.cluster_view import GrowthSigns
 from tests.rigs.memory_store import MemoryStore
 
 NEVER_SAVED = float("inf")
-HEALTHY = GrowthFacts(
-    newcomers=1,
-    spares=0,
-    free=1,
-    vacant=0,
-    since_final=60.0,
-    since_waiting=10.0,
-    since_saved=NEVER_SAVED,
-    is_saving=False,
-)
-
-
-def takes_in(policy: GrowPolicy = GrowPolicy.CHECKPOINT, **facts: object) -> bool:
-    return decide_growth(replace(HEALTHY, **facts), policy, patience=300.0, answer=4.0).takes_in
-
-
-@pytest.mark.parametrize(
-    ("policy", "facts", "expected"),
-    [
-        (GrowPolicy.NOW, {}, True),
-        (GrowPolicy.NEVER, {}, False),
-        (GrowPolicy.NEVER, {"since_saved": 5.0, "since_final": 900.0}, False),
-        (GrowPolicy.CHECKPOINT, {}, False),
-        (GrowPolicy.CHECKPOINT, {"since_saved": 5.0}, True),
-        (GrowPolicy.CHECKPOINT, {"since_saved": 5.0, "is_saving": True}, False),  # the others still write theirs
-        (GrowPolicy.CHECKPOINT, {"since_saved": 1.0}, False),  # or may, and have not said so yet
-        (GrowPolicy.CHECKPOINT, {"since_saved": 12.0}, False),  # that one was before anybody waited
-        (GrowPolicy.CHECKPOINT, {"since_final": 301.0}, True),  # a script that reports none
-        (GrowPolicy.CHECKPOINT, {"since_final": 301.0, "is_saving": True}, True),  # one that never ends
-        (GrowPolicy.CHECKPOINT, {"since_final": 301.0, "since_waiting": 1.0}, False),  # who saved has yet to answer
-        (GrowPolicy.CHECKPOINT, {"since_final": 900.0, "since_saved": 299.0}, False),
-        (GrowPolicy.CHECKPOINT, {"since_final": 900.0, "since_saved": 301.0}, True),
-    ],
-)
-def test_a_healthy_round(policy: GrowPolicy, facts: dict[str, object], expected: bool) -> None:
-    assert takes_in(policy, **facts) is expected
-
-
-@pytest.mark.parametrize("policy", GrowPolicy)
-def test_who_replaces_a_lost_node_comes_in_at_once(policy: GrowPolicy) -> None:
-    assert takes_in(policy, vacant=1, since_waiting=0.0)
-    assert takes_in(policy, vacant=1, newcomers=0, spares=1, since_waiting=0.0)
-    assert not takes_in(policy, vacant=1, newcomers=0)
-
-
-@pytest.mark.parametrize("policy", GrowPolicy)
-def test_at_max_and_as_a_spare_a_node_waits(policy: GrowPolicy) -> None:
-    for since_saved, since_final in itertools.product((5.0, NEVER_SAVED), (1.0, 9999.0)):
-        assert not takes_in(policy, free=0, since_saved=since_saved, since_final=since_final)
-        assert not takes_in(policy, newcomers=0, spares=1, since_saved=since_saved, since_final=since_final)
-
-
 ROUND = 3
 
 
