@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -106,18 +106,18 @@ def shape_of(call: AwaitedCall) -> str:
 
 
 class _Entry(Struct, gc=False):
-    profiling_name: str = ""
-    process_group: msgspec.Raw = msgspec.Raw(b"null")
-    pg_name: str = ""
-    state: str = ""
-    input_sizes: msgspec.Raw = msgspec.Raw(b"null")
-    output_sizes: msgspec.Raw = msgspec.Raw(b"null")
-    input_dtypes: msgspec.Raw = msgspec.Raw(b"null")
-    retired: bool = False
-    is_p2p: bool = False
-    collective_seq_id: int = -1
-    p2p_seq_id: int = -1
-    seq_id: int = -1
+    profiling_name: Any = ""
+    process_group: Any = None
+    input_sizes: Any = None
+    output_sizes: Any = None
+    input_dtypes: Any = None
+    is_p2p: Any = False
+    pg_name: Any = ""
+    state: Any = ""
+    retired: Any = False
+    collective_seq_id: Any = None
+    p2p_seq_id: Any = None
+    seq_id: Any = -1
 
 
 class _Document(Struct):
@@ -127,7 +127,9 @@ class _Document(Struct):
     pg_config: Any = None
 
 
-_JSON = msgspec.json.Decoder(_Document, strict=False)
+_JSON = msgspec.json.Decoder(_Document)
+_KIND = attrgetter(*_Entry.__struct_fields__[:7])
+"""The part that many entries of a dump share; as bytes it is a key, however the lists in it are nested."""
 
 
 def tail_of(dumps: Iterable[RankDump], *, most: int = MOST_KEPT) -> FlightTail:
@@ -210,7 +212,7 @@ def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _of_pickle(raw, rank) if raw[:1] == b"\x80" else _of_json(raw, rank)
+        return _read(_unpickled(raw) if raw[:1] == b"\x80" else _JSON.decode(raw), rank)
     except UnreadableDumpError:
         raise
     except msgspec.DecodeError as error:
@@ -222,74 +224,34 @@ def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
             gc.enable()
 
 
-def _of_json(raw: bytes, rank: int | None) -> RankDump:
-    document = _JSON.decode(raw)
-    builder = _Builder(_rank(document.rank, rank), _text(document.version), document.pg_config)
-    places: dict[tuple[object, ...], _Place] = {}
-    for entry in document.entries:
-        key = (
-            entry.profiling_name,
-            bytes(entry.process_group),
-            bytes(entry.input_sizes),
-            bytes(entry.output_sizes),
-            bytes(entry.input_dtypes),
-            entry.is_p2p,
-        )
-        place = places.get(key)
-        if place is None:
-            group, ins, outs, types = (msgspec.json.decode(value) for value in key[1:5])
-            kind = entry.profiling_name, group or entry.pg_name, ins, outs, types, entry.is_p2p
-            place = places[key] = builder.place((key, entry.pg_name), kind)
-        is_transfer, trusts, call, track, add_sequence, add_call, add_done = place
-        number = entry.p2p_seq_id if is_transfer else entry.collective_seq_id
-        number = number if number >= 0 else entry.seq_id
-        add_sequence(number)
-        add_call(call)
-        add_done(entry.state == "completed" or (entry.retired and trusts))
-        if entry.state == "started":
-            track.started = number
-    return builder.finish()
-
-
-def _of_pickle(raw: bytes, rank: int | None) -> RankDump:
+def _unpickled(raw: bytes) -> _Document:
     # A BytesIO has no peek: the unpickler would read it byte by byte.
     document = _PlainUnpickler(io.BufferedReader(io.BytesIO(raw), 1 << 16)).load()
-    if not isinstance(document, dict) or not isinstance(document.get("entries"), list):
+    if not isinstance(document, dict) or "entries" not in document:
         raise UnreadableDumpError(why="a pickle without entries")
-    builder = _Builder(_rank(document.get("rank"), rank), _text(document.get("version", "")), document.get("pg_config"))
-    entries = document["entries"]
-    try:
-        kinds, facts = list(map(_KIND, entries)), list(map(_FACTS, entries))
-    except KeyError:  # an older one
-        kinds = [tuple(map(entry.get, _KIND_NAMES)) for entry in entries]
-        facts = [tuple(map(entry.get, _FACT_NAMES)) for entry in entries]
+    return msgspec.convert(document, _Document)
+
+
+def _read(document: _Document, rank: int | None) -> RankDump:
+    builder = _Builder(_rank(document.rank, rank), _text(document.version), document.pg_config)
     places: dict[bytes, _Place] = {}
-    for key, kind, (state, retired, number, p2p_number), entry in zip(
-        map(marshal.dumps, kinds), kinds, facts, entries, strict=True
-    ):
+    for entry in document.entries:
+        kind = _KIND(entry)
+        key = marshal.dumps(kind)
         place = places.get(key)
         if place is None:
-            name, group, *more = kind
-            older = _text(entry.get("pg_name", ""))
-            place = places[key] = builder.place((key, older), (name or "", group or older, *more))
+            place = places[key] = builder.place(key, kind)
         is_transfer, trusts, call, track, add_sequence, add_call, add_done = place
-        number = p2p_number if is_transfer else number
-        add_sequence(_number(entry.get("seq_id", -1) if number is None else number))
+        number = entry.p2p_seq_id if is_transfer else entry.collective_seq_id
+        add_sequence(_number(entry.seq_id if number is None else number))
         add_call(call)
-        if state == "completed":
+        if entry.state == "completed":
             add_done(1)
         else:
-            add_done(1 if trusts and retired else 0)
-            if state == "started":
+            add_done(1 if trusts and entry.retired else 0)
+            if entry.state == "started":
                 track.started = track.sequences[-1]
     return builder.finish()
-
-
-_KIND_NAMES = ("profiling_name", "process_group", "input_sizes", "output_sizes", "input_dtypes", "is_p2p")
-_KIND = itemgetter(*_KIND_NAMES)
-"""The part that many entries of a dump share; as bytes it is a key, however the lists in it are nested."""
-_FACT_NAMES = ("state", "retired", "collective_seq_id", "p2p_seq_id")
-_FACTS = itemgetter(*_FACT_NAMES)
 
 
 def _rank(held: object, given: int | None) -> int:
@@ -317,15 +279,16 @@ class _Builder:
     def __init__(self, rank: int, version: str, config: object) -> None:
         self.dump = RankDump(rank=rank, version=version, members=dict(_members(config)))
 
-    def place(self, key: object, kind: tuple[Any, ...]) -> _Place:
-        dump, is_p2p = self.dump, bool(kind[-1])
+    def place(self, key: bytes, kind: tuple[Any, ...]) -> _Place:
+        dump = self.dump
+        name, group, inputs, outputs, types, is_p2p, older = kind
         call = _SEEN.get(key)
         if call is None:
             if len(_SEEN) >= _MOST_SEEN:
                 _SEEN.clear()
-            call = _SEEN[key] = _call(*kind[:-1])
+            call = _SEEN[key] = _call(name or "", group or older, inputs, outputs, types)
         dump.calls.append(call)
-        is_transfer = is_p2p or call.name in ("send", "recv")
+        is_transfer = bool(is_p2p) or call.name in ("send", "recv")
         tracks = dump.transfers if is_transfer else dump.collectives
         track = tracks.setdefault((call.backend, call.group), Track())
         # A device's watchdog retires what it has seen fail, too, and leaves its state; gloo has no state but this.
@@ -371,7 +334,7 @@ class _Builder:
         track.sequences, track.calls, track.done = found.sequences, found.calls, found.done
 
 
-_SEEN: dict[object, AwaitedCall] = {}
+_SEEN: dict[bytes, AwaitedCall] = {}
 """Calls of the dumps before: those of a job's ranks have the same."""
 _MOST_SEEN = 4096
 
