@@ -73,7 +73,7 @@ def confirm_round(
 
     def confirm(participant: Participant) -> None:  # in the coordination's thread: it may read files
         if guard is not None:
-            addresses = participant.member_addresses([member.uid for member in record.members])
+            addresses = participant.peers.all_addresses([member.uid for member in record.members])
             senders = site.notifier.senders if site.notifier is not None else frozenset()
             guard.admit(None if addresses is None else addresses | senders)
         participant.claims.confirm(record.round, master)

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.text import size_text
 from hpc_elastic.failures.failure_text import RaisedException
@@ -30,15 +30,6 @@ NOT_OURS = "not sent by hpc-elastic"
 FROM_SLURM = "probably Slurm (cancel, limit, preemption) or a manual kill"
 FROM_ITSELF = "sent to this process alone, so not by Slurm: by itself (a thread, os.kill) or by hand"
 NOT_RETRYABLE_EXIT_CODE = 93
-
-
-class Classification(Struct, frozen=True, kw_only=True):
-    failure_class: FailureClass
-    category: Category
-    retryable: bool
-    reason: str
-    node_suspect: bool = False
-    """A part of this node is likely broken: a GPU's memory, a link, an adapter."""
 
 
 _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited unexpectedly", re.IGNORECASE)
@@ -93,8 +84,8 @@ def classify(
     printed_tail: str = "",
     is_said: bool = False,
     overcommits: bool = False,
-) -> Classification:
-    """Say what kind of failure a worker's end was.
+) -> WorkerFailure:
+    """Give `facts` the class of a worker's end, its reason, and what they mean for the next step.
 
     `chain`: the exception that ended it and those before it, the last one first; the texts count only where there is
     none. `printed_tail`: of stdout, where that explains the end. `is_said`: the process printed `message` right before
@@ -146,7 +137,8 @@ def classify(
             wrong_call = facts.last_step is None and is_wrong_call(exception_type, facts.exitcode, said)
             reason = _root_reason(facts.exitcode, number, exception_type, wrong_call=wrong_call)
     category, retryable = category_of(failure_class, facts.exitcode, wrong_call=wrong_call)
-    return Classification(
+    return replace(
+        facts,
         failure_class=failure_class,
         category=words.category or category,
         retryable=retryable and words.retryable,

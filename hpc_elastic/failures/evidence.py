@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from hpc_elastic.base.host_facts import overcommits_memory, total_memory
 from hpc_elastic.base.text import clean_text, cut_end
@@ -320,7 +320,7 @@ def _build(
     chain = found.chain if found else ()
     if wrapped is not None:
         chain = (*chain, wrapped)
-    kind = classify(
+    classified = classify(
         facts,
         chain=chain,
         message=found.message if found else message,
@@ -350,7 +350,7 @@ def _build(
         first, separator, more = message.partition("\n")
         message = f"{first} (file: {reads}){separator}{more}"
     return replace(
-        facts,
+        classified,
         signal=signal_name(number),
         message=message,
         exception_type=exception_type,
@@ -368,7 +368,6 @@ def _build(
         source=source,
         error_file=error_file,
         problem=problem,
-        **asdict(kind),
     )
 
 

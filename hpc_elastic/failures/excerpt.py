@@ -24,11 +24,6 @@ _FIRST_CALL_FIRST = "(most recent call first):"
 _FRAME = re.compile(r'(?:\s*\| )*\s*File "([^"]+)", line (\d+)(?:,? in (.*))?')
 
 
-class _Line(Struct, frozen=True):
-    at: int
-    frame: Frame
-
-
 class Excerpt(Struct, frozen=True, kw_only=True):
     name: str
     title: str
@@ -38,7 +33,7 @@ class Excerpt(Struct, frozen=True, kw_only=True):
 
 def user_frame(failure: WorkerFailure) -> Frame | None:
     found = _user_line(failure, clean_lines(failure.traceback)) if failure.traceback else None
-    return found.frame if found is not None else None
+    return found[1] if found is not None else None
 
 
 def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = None) -> Excerpt | None:
@@ -65,9 +60,9 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
         return body
     room = max(1, most - 2)
     mine = _user_line(failure, body)
-    frame = _frame_lines(body, mine.at) if mine is not None else []
+    at, frame = (mine[0], _frame_lines(body, mine[0])) if mine is not None else (None, [])
     if any(_FIRST_CALL_FIRST in line for line in body[:3]):
-        return _beginning_of(body, room, mine.at if mine is not None else None, frame)
+        return _beginning_of(body, room, at, frame)
     start, end = _block(failure, body)
     while end > start and not body[end - 1].strip():
         end -= 1
@@ -77,11 +72,11 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
     if start > 0 and (chain := _with_its_first(body, room)):
         return chain
     shown = _end_of(body, room)
-    if mine is None or mine.at >= len(body) - room or room <= len(frame) + 2:
+    if at is None or at >= len(body) - room or room <= len(frame) + 2:
         return shown
     tail = body[-(room - len(frame) - 1) :]
-    between = len(body) - len(tail) - mine.at - len(frame)
-    above = [f"... {mine.at} lines above {_SHOW_ALL}"] if mine.at else []
+    between = len(body) - len(tail) - at - len(frame)
+    above = [f"... {at} lines above {_SHOW_ALL}"] if at else []
     return [*above, *frame, *([f"... {between} lines of libraries {_SHOW_ALL}"] if between else []), *tail]
 
 
@@ -91,12 +86,12 @@ def _with_its_first(body: list[str], room: int) -> list[str]:
     while end > 1 and not body[end - 1].strip():
         end -= 1
     mine = _user_lines(body[:end])
-    frame = _frame_lines(body, mine[-1].at) if mine else []
+    frame = _frame_lines(body, mine[-1][0]) if mine else []
     first = [*frame, body[end - 1]]
     tail = body[-(room - len(first) - 2) :] if room > len(first) + 6 else []
     if not tail or len(body) - len(tail) <= end:
         return []
-    above = mine[-1].at if mine else end - 1
+    above = mine[-1][0] if mine else end - 1
     return [
         *([f"... {above} lines above {_SHOW_ALL}"] if above else []),
         *first,
@@ -148,7 +143,7 @@ def _block(failure: WorkerFailure, body: list[str]) -> tuple[int, int]:
     return starts[-1], ends[-1]
 
 
-def _user_line(failure: WorkerFailure, body: list[str]) -> _Line | None:
+def _user_line(failure: WorkerFailure, body: list[str]) -> tuple[int, Frame] | None:
     """The innermost frame of the user's code in the failure's own exception, else in any of the chain."""
     found = _user_lines(body)
     if not found:
@@ -156,15 +151,15 @@ def _user_line(failure: WorkerFailure, body: list[str]) -> _Line | None:
     if any(_FIRST_CALL_FIRST in line for line in body[:3]):
         return found[0]
     start, end = _block(failure, body)
-    return next((one for one in reversed(found) if start <= one.at < end), found[-1])
+    return next((one for one in reversed(found) if start <= one[0] < end), found[-1])
 
 
-def _user_lines(body: list[str]) -> list[_Line]:
+def _user_lines(body: list[str]) -> list[tuple[int, Frame]]:
     found = []
     for at, line in enumerate(body):
         if match := _FRAME.match(line):
             frame = Frame(file=match[1], line=int(match[2]), function=match[3] or "")
-            found += [_Line(at, frame)] if user_frames([frame]) else []
+            found += [(at, frame)] if user_frames([frame]) else []
     return found
 
 

@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Collection, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
@@ -236,9 +235,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
             raise _timeout(self, name, rendezvous_count, timeout)
         return self.outcome() == COMPLETED
 
-    def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
-        return rank in _arrived(self, group_name)
-
     def is_released(self, group_name: str) -> bool:
         return bool(self.check([f"{group_name}/over"]))
 
@@ -406,17 +402,6 @@ class SharedFileStore(StoreMixin, _FileSystemStore):
     ``Wrapper(store_factory=SharedFileStore, store_kwargs={"path": …})``. The folder is fresh for each start of the
     processes: its name holds the run's id and the round, for instance.
     """
-
-    def __init__(self, path: str | os.PathLike[str], *, timeout: timedelta | None = None) -> None:
-        """Args:
-            path: A folder of this user's alone (0700), made where it is missing. Its parent exists.
-            timeout: As torch's.
-
-        Raises:
-            UnsafePathError: the folder is a link, another user's, or open to others.
-            OSError: the filesystem refuses.
-        """
-        super().__init__(Path(path), timeout=timeout)
 
 
 class PrefixStore(StoreMixin, dist.PrefixStore):  # type: ignore[misc, unused-ignore]

@@ -211,7 +211,7 @@ class Agents(Struct, eq=False):
             cause, reason = _LEFT[ended.code]
             logger.warning("%s has left the run: %s", name, reason)
             if cause is GivenUp.STORE_LOST:
-                self.ask(lambda participant: participant.recheck_store_id())
+                self.ask(lambda participant: participant.heartbeat_sender.recheck_store_id())
             self._give_up(node, cause, reason)
         else:
             look = self._looks_asked = self._looks_asked + 1

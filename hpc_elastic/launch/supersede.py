@@ -21,10 +21,11 @@ from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.launch.site import AttemptContext, supervisor_events
 from hpc_elastic.rendezvous.cache_invalidator import record_name
-from hpc_elastic.rendezvous.ending import claim_end, close_run, departed, newest_agents
+from hpc_elastic.rendezvous.claims import BYE
+from hpc_elastic.rendezvous.ending import claim_end, close_run, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
-from hpc_elastic.rendezvous.peers import NodeInfo, NotificationSender, Peers
+from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
@@ -34,7 +35,7 @@ from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, R
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.notifier import read_secret
+from hpc_elastic.store.notifier import Notifier, read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class EarlierAttempt(Struct, eq=False, kw_only=True):
         was_open = self.record is not None and self.record.outcome is Outcome.SUPERSEDED
         return claim_end(self.store, uid) and was_open
 
-    def notify(self, notifier: NotificationSender, uid: str) -> None:
+    def notify(self, notifier: Notifier, uid: str) -> None:
         observer = NodeInfo(uid=uid, node=OBSERVER_PLACE, host="", local_world_size=0, addresses=(), port=0)
         peers = Peers(self.store, observer, notifier)
         peers.learn(())
@@ -115,7 +116,7 @@ class EarlierAttempt(Struct, eq=False, kw_only=True):
         self._closed_at += seconds
 
     def look(self, up: Collection[str] = ()) -> dict[str, AgentState]:
-        ended = departed(self.store)
+        ended = self.store.list(BYE)
         found = {}
         for uid in self.agents():
             if uid not in ended:

@@ -308,7 +308,7 @@ class Coordination:
                 participant.detector.heard(heard.alive - heard.hears.keys(), hears_us=None)
                 for hears in (True, False):
                     participant.detector.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
-                participant.notified_of(heard.about)
+                participant.notifications.add(heard.about)
                 news = participant.note_newest(heard.newest)
                 if self._refusals.heard(heard.hears.keys(), heard.refused, self._clock.monotonic()):
                     # A cache may still answer here: an access that goes to the server shows how this node fares.

@@ -54,10 +54,6 @@ class EventListener(Protocol):
     def on_event(self, event: RunEvent) -> None: ...
 
 
-def departed(store: Store) -> frozenset[str]:
-    return frozenset(store.list(BYE))
-
-
 def newest_agents(uids: Iterable[str], *, without: Collection[int] = ()) -> dict[int, str]:
     """Node index → the uid of its newest agent, but for the nodes `without`; observers have no node."""
     newest: dict[int, str] = {}
@@ -157,7 +153,7 @@ class Ending:
         if self._all_departed:
             return
         newest = newest_agents(peers.all_uids(), without={*record.lost, *self._gone})
-        left = set(newest.values()) - departed(self._store)
+        left = set(newest.values()).difference(self._store.list(BYE))
         if left <= detector.overdue(left):
             self._all_departed = True
             self._listener.on_event(AgentsDeparted(nodes=tuple(sorted(newest))))
@@ -191,7 +187,5 @@ def close_if_last(store: Store, run_id: str) -> None:
     if not everyone <= set(store.list(BYE)):
         return
     done = record.status is Status.FINAL and {m.uid for m in record.members} <= set(here.get("done", ()))
-    if done:
-        close_run(store, run_id, Outcome.SUCCEEDED, "all workers ended with 0")
-    else:
-        close_run(store, run_id, Outcome.FAILED, "all nodes left")
+    end = (Outcome.SUCCEEDED, "all workers ended with 0") if done else (Outcome.FAILED, "all nodes left")
+    close_run(store, run_id, *end)

@@ -14,8 +14,6 @@ class RendezvousClosedError(RendezvousError):
 
 
 class ClosedRunIdError(RendezvousClosedError):
-    """This node came after the run had been closed."""
-
     template = RendezvousClosedError.template + "; give a new run id, or reopen=on for a new run of this one"
 
 
@@ -27,8 +25,6 @@ class RendezvousTimeoutError(RendezvousError):
 
 
 class NoPlaceError(RendezvousTimeoutError):
-    """The round had as many nodes as it may have, and none left."""
-
     template = (
         "rendezvous of run {run_id!r}: all {places} places were taken for {timeout:g} s, and this node, a spare, "
         "was not needed; allow more nodes, or a longer timeout"
@@ -36,18 +32,12 @@ class NoPlaceError(RendezvousTimeoutError):
 
 
 class FilesystemTimeoutError(RendezvousTimeoutError):
-    """The shared filesystem refused, or did not answer, until the time was over."""
-
     template = "rendezvous of run {run_id!r}: {path} could not be used for {timeout:g} s: {why}"
 
 
 class ExtraDataTimeoutError(RendezvousTimeoutError):
-    """Nobody had stored what was to be loaded."""
-
     template = "rendezvous of run {run_id!r}: nothing stored under {key!r} of version {version} after {timeout:g} s"
 
 
 class RendezvousStateError(RendezvousError):
-    """The store's record can't be understood."""
-
     template = "rendezvous of run {run_id!r}: record {number} is {why}"

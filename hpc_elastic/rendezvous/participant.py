@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims, next_p
 from hpc_elastic.rendezvous.ending import Ending, EventListener
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
-from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
+from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
 from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -31,6 +31,7 @@ from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.run.coordinator_events import RoundOpened
 from hpc_elastic.run.event_types import CoordinatorEvent, RunEvent
 from hpc_elastic.store.base import Store
+from hpc_elastic.store.notifier import Notifier
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Participant:
         clock: Clock,
         rng: random.Random,
         listener: Listener,
-        notifier: NotificationSender | None = None,
+        notifier: Notifier | None = None,
     ) -> None:
         self._run_id = run_id
         self._store = store
@@ -79,13 +80,13 @@ class Participant:
         self.observes = info.node == OBSERVER_NODE
         now = clock.monotonic()
         self.intervals = poll_intervals(settings)
-        self._peers = Peers(store, info, notifier)
+        self.peers = Peers(store, info, notifier)
         self.detector = FailureDetector(store, settings, self.intervals, clock)
-        self._scanner = ClaimScanner(store, info.uid, self._peers, self.detector)
+        self._scanner = ClaimScanner(store, info.uid, self.peers, self.detector)
         self._succession = Succession(store, info, settings, self.intervals, self.detector, rng)
         self._schedule = Schedule(self.intervals, rng, now)
         self._store_id = StoreId(store, run_id, patience=settings.heartbeat_interval)
-        self._heartbeat_sender = HeartbeatSender(
+        self.heartbeat_sender = HeartbeatSender(
             store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
         )
         self.claims = OwnClaims(store, info.uid)
@@ -103,9 +104,10 @@ class Participant:
         self.record: RoundRecord | None = None
         self._started_at = now
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
-        self._notifications = PendingNotifications()
+        self.notifications = PendingNotifications()
+        """Keys that peers have named: the next look finds them, past the caches that hide them."""
         self.ending = Ending(store, info.uid, listener, clock)
-        self._sweep = Sweep(store, info.uid, self._peers, self.claims.made, observes=self.observes, now=now)
+        self._sweep = Sweep(store, info.uid, self.peers, self.claims.made, observes=self.observes, now=now)
 
     @property
     def looks_when_asked(self) -> bool:
@@ -120,22 +122,14 @@ class Participant:
     def join(self) -> None:
         self._wants_in = True
 
-    def member_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
-        """Every address of these nodes; None where one of them has not said its own. It may read files."""
-        return self._peers.all_addresses(uids)
-
     def leave(self, round_index: int, reason: str) -> None:
         self._wants_in = False
         self.claims.leave(round_index, reason)
 
-    def recheck_store_id(self) -> None:
-        """Check whether the store is still the one that was joined: another participant has lost it."""
-        self._heartbeat_sender.recheck_store_id()
-
     def beat_to_files(self) -> None:
         """Rewrite the heartbeat now: an access that no cache answers. The next step finds a missing store."""
         try:
-            self._heartbeat_sender.beat_to_files(self._clock.monotonic())
+            self.heartbeat_sender.beat_to_files(self._clock.monotonic())
         except FileNotFoundError:
             pass  # the store is doubted now, which the next step looks into
 
@@ -143,14 +137,10 @@ class Participant:
         """Have the next step read the log and all announcements past all caches, and report `Refreshed`."""
         self._refresh_serial = serial
 
-    def notified_of(self, keys: Iterable[str]) -> None:
-        """Take in the keys of a peer's notification: the next look finds them, past the caches that hide them."""
-        self._notifications.add(keys)
-
     def note_newest(self, keys: Iterable[str]) -> bool:
         """Take in the newest record's name from beats. Returns whether it is news, and a reason to look."""
-        self._notifications.add_news(keys, newest=self._newest_number)
-        return self._notifications.newest_record > self._newest_number
+        self.notifications.add_news(keys, newest=self._newest_number)
+        return self.notifications.newest_record > self._newest_number
 
     def beats(self) -> BeatPlan:
         """The beats to send each `intervals.beat` seconds: a member's to the coordinator, the coordinator's to all."""
@@ -158,7 +148,7 @@ class Participant:
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
         uids = {m.uid for m in record.members} | self._scanner.joining if self._leads() else {record.leader}
-        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self.detector.hears)
+        return self.peers.beat_plan(record, uids - {self._info.uid}, hears=self.detector.hears)
 
     @property
     def _newest_number(self) -> int:
@@ -174,22 +164,22 @@ class Participant:
         again after a while; StoreError: a lasting one; RendezvousStateError: a record that this program can't read.
         """
         now = self.detector.begin_step()
-        self._heartbeat_sender.recheck_if_asked(now)
+        self.heartbeat_sender.recheck_if_asked(now)
         plans = self.waits_to_speak
         if not (notified or plans) and now < self._idle_until and self._is_connected():
             self._scanner.paused_for(self.detector.look_at(()))
             return min(self.intervals.stride, self._idle_until - now)
         self._scanner.listed = {}
-        if notified and not self._notifications.keys:
+        if notified and not self.notifications.keys:
             self._scanner.forget()  # nobody said what is new
         if not self._announced:
             notified = self._announce(now)
-        self._heartbeat_sender.beat_if_due(
+        self.heartbeat_sender.beat_if_due(
             now, leads=self._leads(), connected=self._is_connected(), look_due=self._schedule.look_due
         )
         self._schedule.update(idle=self._is_idle())
         looked = self._read_log(now, notified=notified)
-        if self._heartbeat_sender.answer_if_asked(self.record, now):
+        if self.heartbeat_sender.answer_if_asked(self.record, now):
             self._notify_coordinator()
         self._report_links(self.record)
         if cut_off := self._succession.cut_off(self.record, now):
@@ -198,7 +188,7 @@ class Participant:
         self._scanner.paused_for(self.detector.look_at(()))
         now = self._clock.monotonic()
         survey = self._schedule.survey_now(now, notified=notified or said)
-        announced = self._notifications.keys
+        announced = self.notifications.keys
         is_known = notified or said or self._has_committed or self._scanner.hears_all(self.record)
         is_known &= self._notifier is not None and len(announced) < MOST
         if survey and is_known:
@@ -222,7 +212,7 @@ class Participant:
         wait = self._schedule.wait(
             now, self.record, leads=self._leads(), connected=self._is_connected(), ending=ending, idle=self._is_idle()
         )
-        due = min(self._heartbeat_sender.due, float("inf") if closed else self._succession.turn_due)
+        due = min(self.heartbeat_sender.due, float("inf") if closed else self._succession.turn_due)
         until = min(self._schedule.look_due, due, self._succession.next_look)
         self._idle_until = 0.0 if self._leads() or closed else until
         return max(0.0, min(wait, due - now))
@@ -230,14 +220,14 @@ class Participant:
     def _invalidate_what_is_hidden(self, *, surveyed: bool) -> bool:
         if self._leads() and not surveyed:
             return False
-        hidden = self._notifications.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
+        hidden = self.notifications.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
         for folder in sorted(hidden):
             self._store.invalidate(folder)
             self._scanner.forget()
         return bool(hidden)
 
     def _announce(self, now: float) -> bool:
-        self._peers.announce()
+        self.peers.announce()
         later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
         if later:  # of many nodes that start together: the notification that the first round is frozen says all
             self.claims.join(0)
@@ -261,12 +251,12 @@ class Participant:
         if self._refresh_serial:
             self.look_past_caches()
             self._store.invalidate("node")
-            announced = frozenset(self._peers.all_uids())
+            announced = frozenset(self.peers.all_uids())
             self._listener.on_event(Refreshed(serial=self._refresh_serial, announced=announced))
             self._refresh_serial = 0
-        number = self._notifications.newest_record
+        number = self.notifications.newest_record
         news = number > self._newest_number
-        if notified and not news and self._notifications.keys and self.record is not None:
+        if notified and not news and self.notifications.keys and self.record is not None:
             notified = False  # for a record that is known, or for a claim, which the log says nothing about
         if not self._schedule.look_now(now, notified=notified or news, connected=self._is_connected()):
             return False
@@ -323,19 +313,19 @@ class Participant:
 
     def _notify_coordinator(self, about: str = "") -> None:
         if self.record is not None and not self._leads():
-            self._peers.notify(addresses_of(self.record.notifier), about)
+            self.peers.notify(addresses_of(self.record.notifier), about)
 
     def _flush_claims(self) -> bool:
         keys = self.claims.flush()
         for key in keys:
             self._announce_claim(key)
         if (goodbye := goodbye_key(self._info.uid)) in keys and self._leads():
-            self._peers.notify_all(goodbye)  # another member has to take over
+            self.peers.notify_all(goodbye)  # another member has to take over
         return bool(keys)
 
     def _announce_claim(self, key: str) -> None:
         if self._leads():
-            self._notifications.add([key])
+            self.notifications.add([key])
         else:
             self._notify_coordinator(key)
 
@@ -359,7 +349,7 @@ class Participant:
         record = self.record
         if self.observes:
             if record is not None and record.status is Status.CLOSED and looked:
-                self.ending.step_of_supervisor(record, self._peers, self.detector)
+                self.ending.step_of_supervisor(record, self.peers, self.detector)
             return False
         if record is None:
             return self._open_first_round()
@@ -369,7 +359,7 @@ class Participant:
             return False
         if record.leader != self._info.uid:
             return self._take_over_if_needed(record, looked=looked)
-        if not survey or not self._heartbeat_sender.is_fresh(self._clock.monotonic()):
+        if not survey or not self.heartbeat_sender.is_fresh(self._clock.monotonic()):
             return False  # nothing new; or too long without a beat of our own: others may be taking over
         view, proposal = self._survey(record)
         if proposal is not None and proposal.event in _SETTLES and not self._scanner.has_listed_all:
@@ -390,7 +380,7 @@ class Participant:
         if now - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
             return False
         epoch = self._store_id.open()
-        self._heartbeat_sender.beat(now)
+        self.heartbeat_sender.beat(now)
         self._scanner.prepare(0)
         record = RoundRecord(
             number=1,
@@ -407,7 +397,7 @@ class Participant:
 
     def _take_over_if_needed(self, record: RoundRecord, *, looked: bool) -> bool:
         now = self._clock.monotonic()
-        move = self._succession.move(record, now, looked=looked, notified_of=self._notifications.keys)
+        move = self._succession.move(record, now, looked=looked, notified_of=self.notifications.keys)
         if move is None:
             return False
         if not move.certain:
@@ -417,7 +407,7 @@ class Participant:
                 return True  # caches hid that another participant has gone on
         now = self._clock.monotonic()
         self._store_id.check(now)  # the coordinator may have gone because of it
-        self._heartbeat_sender.beat(now)
+        self.heartbeat_sender.beat(now)
         successor = self._succession.successor(record, move, asks=self._notifier is not None)
         if self._append(successor, to_event(move.event, successor, move.why)) and self._leads():
             self._succession.took_over(successor)
@@ -447,7 +437,7 @@ class Participant:
         for event in events:  # before the record: an agent that reads that the run is closed looks at no later event
             self._listener.on_event(event)
         self._take_in(record)
-        self._peers.learn(())
+        self.peers.learn(())
         silent = [m.uid for m in record.members if self.detector.is_silent(m.uid)]
-        self._peers.notify_all(record_name(record.number), silent=silent)
+        self.peers.notify_all(record_name(record.number), silent=silent)
         return True

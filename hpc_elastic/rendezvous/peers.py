@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 from msgspec import Struct
 
 from hpc_elastic.rendezvous.cache_invalidator import record_name
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of, supersedes
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.notifier import MOST_FORWARDED, Address
+from hpc_elastic.store.notifier import MOST_FORWARDED, Address, Notifier
 
 _FOLDER = "node"
 DIRECT_NOTIFICATIONS = 48
@@ -38,10 +37,6 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     """Submitted as a spare: it takes a lost node's place, and waits otherwise."""
 
 
-class NotificationSender(Protocol):
-    def notify(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None: ...
-
-
 class BeatPlan(Struct, frozen=True, kw_only=True):
     """The receivers of this participant's beats."""
 
@@ -54,7 +49,7 @@ class BeatPlan(Struct, frozen=True, kw_only=True):
 
 
 class Peers:
-    def __init__(self, store: Store, own: NodeInfo, notifier: NotificationSender | None) -> None:
+    def __init__(self, store: Store, own: NodeInfo, notifier: Notifier | None) -> None:
         self._store = store
         self._own = own
         self._notifier = notifier

@@ -22,14 +22,8 @@ def assign_ranks(
     With segments all of this holds for whole ones: a segment of which a node is missing is no member at all, and its
     slots go to another whole one.
 
-    Args:
-        previous: The last round's members in slot order; empty before the first round.
-        live: The nodes that want to be in, at most one for each node index. The index is the place in Slurm's order,
-            which is topology; spares are at its end.
-        segment: Number of neighbours in Slurm's order that belong together: nodes 0 to `segment` - 1, and so on.
-
-    Returns:
-        The members in slot order: the position is the group rank.
+    `live` has at most one node for each index, which is the place in Slurm's order; spares are at its end. The position
+    in the result is the group rank.
     """
     most = max_nodes // segment
     places = list(_by_segment(previous, segment).items())[:most]

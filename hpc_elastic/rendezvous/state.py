@@ -306,32 +306,21 @@ class RoundEvent(str, Enum):
     CLOSE = "close"
 
 
+_KEEP_STATUS = (RoundEvent.TAKE_OVER, RoundEvent.ASK, RoundEvent.HEARD, RoundEvent.NOTICE)
 _TABLE: dict[Status, dict[RoundEvent, Status]] = {
     Status.JOINABLE: {
-        RoundEvent.TAKE_OVER: Status.JOINABLE,
-        RoundEvent.ANNOUNCE: Status.JOINABLE,
-        RoundEvent.ASK: Status.JOINABLE,
-        RoundEvent.HEARD: Status.JOINABLE,
-        RoundEvent.NOTICE: Status.JOINABLE,
+        **dict.fromkeys((*_KEEP_STATUS, RoundEvent.ANNOUNCE), Status.JOINABLE),
         RoundEvent.FREEZE: Status.FROZEN,
         RoundEvent.CLOSE: Status.CLOSED,
     },
     Status.FROZEN: {
-        RoundEvent.TAKE_OVER: Status.FROZEN,
-        RoundEvent.ASK: Status.FROZEN,
-        RoundEvent.HEARD: Status.FROZEN,
-        RoundEvent.NOTICE: Status.FROZEN,
+        **dict.fromkeys(_KEEP_STATUS, Status.FROZEN),
         RoundEvent.CONFIRM: Status.FINAL,
         RoundEvent.REOPEN: Status.JOINABLE,
         RoundEvent.CLOSE: Status.CLOSED,
     },
     Status.FINAL: {
-        RoundEvent.TAKE_OVER: Status.FINAL,
-        RoundEvent.ANNOUNCE: Status.FINAL,
-        RoundEvent.ASK: Status.FINAL,
-        RoundEvent.HEARD: Status.FINAL,
-        RoundEvent.NOTICE: Status.FINAL,
-        RoundEvent.AGREE: Status.FINAL,
+        **dict.fromkeys((*_KEEP_STATUS, RoundEvent.ANNOUNCE, RoundEvent.AGREE), Status.FINAL),
         RoundEvent.REOPEN: Status.JOINABLE,
         RoundEvent.CLOSE: Status.CLOSED,
     },

@@ -242,7 +242,7 @@ class World:
                 node.client.now = max(node.client.now, self.now)
                 (key,) = about or {""}
                 node.notify(list(forward), key)
-            node.participant.notified_of(about)
+            node.participant.notifications.add(about)
         self._step(node, notified=True)
 
     def later(self, at: float, node: Node, command: Callable[[], None]) -> None:

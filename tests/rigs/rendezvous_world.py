@@ -297,7 +297,7 @@ class World:
         other = self._reached(sender, address)
         if other is not None and not self.loses():
             other.participant.detector.heard([sender.info.uid], hears_us=None)
-            other.participant.notified_of([about] if about else [])
+            other.participant.notifications.add([about] if about else [])
             other.notified = True
 
     def _reached(self, sender: Node, address: Address) -> Node | None:

@@ -1151,7 +1151,7 @@ def test_the_port_is_opened_to_the_members_before_it_is_told(play: Callable[...,
     admitted = Admitted()
     p.server.guard = admitted  # type: ignore[assignment]
     addresses = frozenset({"10.0.0.1", "10.0.0.2"})
-    p.said.member_addresses = lambda uids: addresses if list(uids) == [ME, OTHER] else None  # type: ignore[attr-defined]
+    p.said.peers = SimpleNamespace(all_addresses=lambda uids: addresses if list(uids) == [ME, OTHER] else None)  # type: ignore[attr-defined]
     p.run([frozen()], lambda: admitted.calls or [], [final()], [closed()])
     assert admitted.calls == [addresses]
     assert p.said.last("confirm") == (0, "10.0.0.1 29501 1")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hpc_elastic.failures.classify import (
-    Classification,
     category_of,
     classify,
     signal_name,
@@ -205,7 +204,7 @@ def raised(kind: str, message: str = "", *, file: str = "", source: str = "", **
 
 def exception(
     kind: str, message: str = "", *, file: str = "", earlier: Sequence[RaisedException] = (), **facts: Any
-) -> Classification:
+) -> WorkerFailure:
     chain = [raised(kind, message, file=file), *earlier]
     given = {name: facts.pop(name) for name in ("node_bytes", "stderr_tail", "overcommits") if name in facts}
     return classify(WorkerFailure(**facts), chain=chain, **given)

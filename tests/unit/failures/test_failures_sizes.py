@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.base.text import size_text
-from hpc_elastic.failures.classify import Classification, asked_bytes, classify
+from hpc_elastic.failures.classify import asked_bytes, classify
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -23,7 +23,7 @@ GPU = (
 
 def judged(
     kind: str, message: str, file: str = "/home/ann/train.py", *, node: int = 64 * GIB, overcommits: bool = False
-) -> Classification:
+) -> WorkerFailure:
     frames = (Frame(file=file, line=3, function="f"),)
     raised = RaisedException(exception_type=kind, message=message, frames=frames, source="x = make(n)")
     return classify(WorkerFailure(exitcode=1), chain=[raised], node_bytes=node, overcommits=overcommits)

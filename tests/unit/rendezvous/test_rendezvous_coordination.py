@@ -13,6 +13,7 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.cache_invalidator import PendingNotifications
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.peers import BeatPlan
@@ -42,7 +43,7 @@ class Stepped:
         self._do = do
         self.beaten_to: list[tuple[str, int]] = []
         self.heard_of: set[str] = set()
-        self.about: set[str] = set()
+        self.notifications = PendingNotifications()
         self.muted = 0.0
         self.looks: list[float] = []
         self.refused_looks = 0
@@ -74,9 +75,6 @@ class Stepped:
             self.heard_of |= set(uids)
             self.hearing[hears_us] |= set(uids)
             self.changed.notify_all()
-
-    def notified_of(self, keys: Iterable[str]) -> None:
-        self.about |= set(keys)
 
     def note_newest(self, keys: Iterable[str]) -> bool:
         return bool(set(keys) - self.known)
@@ -174,7 +172,7 @@ def test_a_notification_brings_the_next_step_at_once(start: Callable[..., Starte
         for steps in (2, 3):
             other.notify([(HOME, running.notifier.port)], f"log/{steps}")
             running.participant.until(steps)
-        assert running.participant.about == {"log/2", "log/3"}
+        assert running.participant.notifications.keys == {"log/2", "log/3"}
     finally:
         other.close()
 

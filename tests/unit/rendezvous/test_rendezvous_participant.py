@@ -228,13 +228,13 @@ def test_a_round_is_frozen_with_a_claim_whose_announcement_was_lost(store: SpySt
     fact = NodeFailure(node=1, fingerprint="", failure_class="root", retryable=True, message="the fact")
     second.participant.claims.report_failure(0, fact)
     second.participant.step()
-    first.participant.notified_of([claim_key(0, ClaimKind.FAIL, second.info.uid)])
+    first.participant.notifications.add([claim_key(0, ClaimKind.FAIL, second.info.uid)])
     first.participant.step()
     second.participant.claims.sum_up_failures(0, replace(fact, message="the evidence"))
     second.participant.join()
     second.settle_down()
     first.participant.join()
-    first.participant.notified_of([claim_key(1, ClaimKind.JOIN, second.info.uid)])
+    first.participant.notifications.add([claim_key(1, ClaimKind.JOIN, second.info.uid)])
     first.participant.step()
     assert first.record.status is Status.FROZEN
     assert decided[-1] == "the evidence"
@@ -843,7 +843,7 @@ def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(
     assert {"10.0.0.2", "10.0.0.3"} <= {host for host, _ in first.notified}, "all are told"
     began = clock.now
     if notified:
-        second.participant.notified_of([f"bye/{first.info.uid}"])
+        second.participant.notifications.add([f"bye/{first.info.uid}"])
     while second.record.leader != second.info.uid:
         assert clock.now - began < (1.5 if notified else 4)
         advance(clock, 0.25, second, tick=0.25)
@@ -856,7 +856,7 @@ def test_who_is_notified_of_a_goodbye_wakes_when_its_turn_has_come(store: SpySto
     first.participant.claims.deregister()
     first.settle_down()
     began = clock.now
-    second.participant.notified_of([f"bye/{first.info.uid}"])
+    second.participant.notifications.add([f"bye/{first.info.uid}"])
     wait = second.participant.step()
     while second.record.leader != second.info.uid:
         clock.now += max(wait, 0.001)
@@ -869,7 +869,7 @@ def test_a_notification_about_a_goodbye_that_nobody_said_deposes_nobody(store: S
     first, second, _third = three(store, clock)
     for _ in range(5):
         second.participant.detector.heard([first.info.uid])
-        second.participant.notified_of([f"bye/{first.info.uid}"])
+        second.participant.notifications.add([f"bye/{first.info.uid}"])
         advance(clock, 1, first, second)
     assert second.record.leader == first.info.uid
 
