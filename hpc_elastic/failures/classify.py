@@ -181,10 +181,7 @@ def wording_of(failure: WorkerFailure) -> tuple[str, str, int]:
 
 
 def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
-    """Equal for failures that are one entry of a report: symptoms by what they show, others by their wording.
-
-    What healthy ranks say of a peer that is gone has many wordings, and which rank says which is chance.
-    """
+    """Equal for one entry of a report: symptoms by what they show, since which rank words it how is chance."""
     if failure.failure_class is not FailureClass.SYMPTOM or not failure.reason:
         return wording_of(failure)
     # How such a rank ends (an exception, std::terminate) shows nothing of what happened either.

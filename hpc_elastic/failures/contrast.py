@@ -1,9 +1,8 @@
 """Contrasts nodes: the same failure on all workers of some nodes, and on none elsewhere. Pure.
 
-What is missing on one node raises the same exception in every worker there, and another attempt without that node may
-go well; the same exception on all nodes is the user's mistake. Whether the workers elsewhere would have failed a moment
-later shows only where they got that moment (`WorkerFailure.waited`), or where they had come to a collective, and failed
-in it when the peer was gone. A failure after which all were ended at once is contrasted with nothing.
+What is missing on one node raises the same exception in every worker there; the same on all nodes is the user's
+mistake. Whether the workers elsewhere would have failed a moment later shows only where they got that moment, or had
+come to a collective, and failed in it when the peer was gone.
 """
 
 from __future__ import annotations
@@ -109,8 +108,5 @@ def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]
 
 
 def moment_after(age: float) -> float:
-    """Give the seconds that the other workers get after one failed at `age` seconds, which may be its node's doing.
-
-    What is missing is missed at the start, and where starts take long they are further apart: as long again.
-    """
+    """Give the seconds that the other workers get after one failed at `age`: where starts take long, as long again."""
     return max(MOMENT_SECONDS, min(age, _LONGEST_MOMENT_SECONDS)) if age <= _START_SECONDS else MOMENT_SECONDS

@@ -71,11 +71,8 @@ def describe_failure(
 ) -> WorkerFailure:
     """Gather what is known about a worker's end. Never raises; some milliseconds. No file need be there.
 
-    Args:
-        facts: What the agent saw, the rest of the record being left at its defaults.
-        error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may be torn, foreign …
-        output: What is known of its output beside the files: the end that a full disk refused, and when it was printed.
-        is_alone: Whether its agent got no signal: Slurm signals all processes of a step.
+    `output`: the end that a full disk refused, and when it was printed. `is_alone`: its agent got no signal, and Slurm
+    signals all processes of a step.
     """
     try:
         found = _describe(facts, os.fspath(error_file), os.fspath(stderr_log), os.fspath(stdout_log), output)
@@ -100,10 +97,7 @@ def find_logged(stderr_log: Path | str) -> str:
 
 
 def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailure | None:
-    """Read error.json back, whichever program wrote it; None where it holds no failure.
-
-    `facts`: used where no agent completed the file (it died first): what can be guessed from elsewhere.
-    """
+    """Read error.json back; None where it holds no failure. `facts`: where no agent completed it (it died first)."""
     from hpc_elastic.base.folded import open_file  # no agent needs it
 
     file = read_error_file(error_file, opener=open_file)

@@ -35,10 +35,9 @@ def find_explanation(
     read_stdout: Callable[[], str],
     lived_ns: Callable[[FailureText], int | None] = lambda _: None,
 ) -> tuple[FailureText | None, EvidenceSource, str]:
-    """Find the explanation of an end in stderr, else in stdout (``2>&1 | tee log``); both cleaned.
+    """Find what explains an end, where it was found, and the text that it stands in: stderr, or stdout (``| tee``).
 
     `lived_ns`: how long the worker lived after it had printed a traceback on stderr; None where that is not known.
-    Returns what explains the end, None where nothing does; where it was found; the text that it stands in.
     """
     found = _find_in_text(facts, stderr, lived_ns)
     number = signal_of(facts.exitcode)

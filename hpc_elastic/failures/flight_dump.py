@@ -49,8 +49,6 @@ _TYPES: Mapping[str, tuple[str, int]] = {
 
 
 class UnreadableDumpError(HpcElasticError):
-    """Not a dump of the flight recorder, or half of one. `why` says what is wrong with it."""
-
     template = "no dump of the flight recorder: {why}"
 
 

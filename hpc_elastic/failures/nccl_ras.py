@@ -93,7 +93,6 @@ class _Answer(Struct):
 
 
 def parse_json(text: str) -> RasReport:
-    """Read the answer in JSON; raises `UnreadableReportError` for anything else."""
     text = re.sub(_LACKING_COMMA, r"\1,\2", text[text.find("{") :])
     try:
         found = msgspec.json.decode(text, type=_Answer)

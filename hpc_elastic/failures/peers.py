@@ -15,18 +15,13 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, range_bounds
 from hpc_elastic.failures.ranking import Suspect
-from hpc_elastic.run.activities import Activity, AwaitedCall, FlightTail, RankSockets, TailTrack
+from hpc_elastic.run.activities import Activity, AwaitedCall, FlightTail, TailTrack
+from hpc_elastic.run.agent_events import RanksObserved
 
 _GLOO = re.compile(r"\[(\d+(?:\.\d+){3}|[0-9a-fA-F:]*:[0-9a-fA-F.:]*)\]:(\d+)")
 _NCCL = re.compile(r"(?<=\s)(\w[\w.-]*)<(\d{2,5})>(?=\W|\Z)")
 _LOOPBACK = ("127.", "::1")
 _LIMIT = 100
-
-
-class Sockets(Struct, frozen=True, kw_only=True):
-    network: str
-    """Equal where the same loopback address means the same."""
-    ranks: tuple[RankSockets, ...] = ()
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -41,13 +36,13 @@ def find_peer(text: str) -> str:
 
 
 def resolve_peers(
-    activities: Iterable[Activity], sockets: Sequence[Sockets], *, hosts: Mapping[int, str] | None = None
+    activities: Iterable[Activity], sockets: Sequence[RanksObserved], *, hosts: Mapping[int, str] | None = None
 ) -> list[Peer]:
     """Find the ranks behind the addresses in the ranks' messages, as far as each is one rank's alone."""
-    networks = {one.rank: part.network for part in sockets for one in part.ranks}
+    networks = {one.rank: part.network for part in sockets for one in part.sockets}
     owners: dict[str, list[tuple[int, int, int]]] = {}  # first port, last port, rank
     for part in sockets:
-        for one in part.ranks:
+        for one in part.sockets:
             for ip, ports in one.ends:
                 owners.setdefault(ip, []).extend((*bounds, one.rank) for bounds in range_bounds(ports) or ())
     found = []
@@ -72,10 +67,7 @@ def resolve_peers(
 
 
 def chain_ends(peers: Sequence[Peer], *, failed: Container[int]) -> list[Peer]:
-    """Find the peers with which the chains of lost connections begin, by rank.
-
-    One of `failed` that names no peer waited for another rank, too, and is no beginning.
-    """
+    """The peers with which the chains of lost connections begin: one of `failed` that names no peer is no beginning."""
     points = {peer.of: peer for peer in peers}
     ends: dict[int, Peer] = {}
     for start in peers:

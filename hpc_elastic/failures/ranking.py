@@ -80,8 +80,6 @@ class Standing(NamedTuple):
 
 
 class Ranking(Generic[F]):
-    """Several failures, by time in each list."""
-
     def __init__(self, failures: Iterable[F], standing: Callable[[F], Standing]) -> None:
         found = [(standing(failure), failure) for failure in failures]
         is_cause = [how.failure_class in _CAUSES and not how.may_follow_stop for how, _ in found]

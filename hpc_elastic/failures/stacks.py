@@ -66,10 +66,8 @@ class RankStacks(Struct, frozen=True, kw_only=True):
 def find_dump(text: str, *, may_be_child: bool = True) -> StackDump | None:
     """Find the last dump of an abort in `text`, with those of the process' children before it; None for no dump.
 
-    Any thread may have got the signal, also one without Python, where the process had been stopped. The main thread is
-    the last of a dump: the interpreter lists the newest first (CPython 3.10 to 3.14). Where it stopped after a hundred,
-    the main thread is not among them. `may_be_child`: multiprocessing may have started the process itself; else such a
-    dump is not its own.
+    The main thread is the last one of at most a hundred: the interpreter lists the newest first (CPython 3.10 to 3.14).
+    `may_be_child`: multiprocessing may have started the process itself.
     """
     dumps = [dump for part in text.split(_FATAL)[1:][-_MOST_DUMPS:] if (dump := _read_dump(_FATAL + part))]
     if not dumps or not (may_be_child or forked_frames(dumps[-1]) is None):
@@ -143,10 +141,7 @@ def short_stack(frames: Iterable[Frame]) -> list[str]:
 
 
 def fold_ranks(found: Iterable[tuple[int, T]]) -> list[tuple[tuple[int, ...], T]]:
-    """Group ranks by what they have in common: the rarest first, which is the odd one out; then by rank.
-
-    A rank that has several alike stands once for each.
-    """
+    """Group ranks by what they have in common: the rarest first, then by rank; one with several stands in each."""
     groups: dict[T, list[int]] = {}
     for rank, stack in found:
         groups.setdefault(stack, []).append(rank)

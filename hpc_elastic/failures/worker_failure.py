@@ -66,10 +66,7 @@ class WorkerFailure(WorkerFailed, frozen=True, kw_only=True, tag=False):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
-        """Read a failure of any version: a key that is missing, unknown or of the wrong type leaves the default.
-
-        `overrides`: fields that the caller knows better (the round, from the file's place).
-        """
+        """Read any version: a key that is missing, unknown or of a wrong type leaves the default. `overrides` hold."""
         found = codec.readable_fields(cls, value)
         texts = {name: cut_end(clean_text(text), _TEXT_LIMIT) for name, text in found.items() if type(text) is str}
         return cls(**{**found, **texts, **overrides})

@@ -78,10 +78,7 @@ class Rank(Struct, kw_only=True):
 
 
 class Iterations:
-    """One call's loop, after the initial barrier.
-
-    Or after a running restart group took this fresh process in: then `terminated` are the places that stayed empty.
-    """
+    """One call's loop, after the initial barrier or an admission: `terminated` are the places that stayed empty."""
 
     def __init__(self, rank: Rank, function: Callable[[], Any], *, terminated: Collection[int]) -> None:
         self._call = rank

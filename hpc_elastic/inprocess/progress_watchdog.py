@@ -178,10 +178,7 @@ class ProgressWatchdog:
 
 
 class NeighbourWatch:
-    """Finds dead ranks among the next ones in the restart group, by counters and the observer's own monotonic clock.
-
-    One rank is watched; when it was silent for half of `timeout`, all others are, too: a node's ranks die together.
-    """
+    """Finds dead ranks among the next ones: watches one, and all when that was silent for half of `timeout`."""
 
     def __init__(self, *, rank: int, count: int, timeout: float) -> None:
         self._successors = [(rank + step) % count for step in range(1, count)]

@@ -48,10 +48,9 @@ class Admission(Struct, frozen=True, kw_only=True):
 def admission(
     *, iteration: int, world_size: int, terminated: Mapping[int, int | None], requests: Sequence[JoinRequest]
 ) -> Admission:
-    """Give each request a place: the dead one's that it was started for, else any empty one, else a new one at the end.
+    """Give each request, in order, the dead one's place that it was started for, else an empty one, else a new one.
 
-    `world_size` is that of the iteration that ended. `terminated` maps a rank that is empty now to its process' initial
-    rank, if that is known. `requests` are in the order in which they came.
+    `world_size` is that of the iteration that ended. `terminated`: empty ranks, with their initial ranks if known.
     """
     free = dict(sorted(terminated.items()))
     places: dict[str, int] = {}
@@ -73,10 +72,7 @@ def admission(
 
 
 def is_enough(*, world_size: int, active_world_size: int, terminated: int, requests: int) -> bool:
-    """Decide whether the wait can end: each place is taken, or spares fill those of all ranks that ran the function.
-
-    `world_size` and `active_world_size` are those of the iteration that ended, `terminated` its empty places.
-    """
+    """Each place is taken, or spares fill those of all ranks that ran the function in the iteration that ended."""
     return requests >= terminated or world_size - terminated + requests >= active_world_size
 
 

@@ -1,8 +1,6 @@
-"""Finds and cuts a process group's sockets: those that appear among the descriptors while the group is made. And opens
-the socket at which the restart group's own store listens.
+"""Finds and cuts a process group's sockets, those that appear while the group is made; and opens that of the own store.
 
-gloo opens its connections in a constructor that says nothing about them. A socket is known by its inode: a number that
-was closed and given to another file meanwhile is left alone.
+A socket is known by its inode: a number that was closed and given to another file meanwhile is left alone.
 """
 
 from __future__ import annotations
@@ -106,10 +104,7 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
 
 
 def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
-    """Arguments by which torch's ``TCPStore`` listens where its clients come to, and not at every address.
-
-    `environ` holds the numbers of ranks, and of those on this host. Raises OSError: the port is in use.
-    """
+    """Arguments by which torch's ``TCPStore`` listens where its clients come to alone. OSError: the port is in use."""
     one_host = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "")
     listener = bind_store(host, port, one_host=one_host)
     if listener is None:
@@ -124,10 +119,7 @@ def serve_at(host: str, port: int, environ: Mapping[str, str], *, use_libuv: boo
 
 
 def detect_silence(port: int, seconds: float) -> None:
-    """Let this process' connections to `port` fail when the other end's node has not answered for `seconds`.
-
-    Without it, the loss of the node's power or network is not noticed for a quarter of an hour, or ever.
-    """
+    """Let connections to `port` fail when the other end's node has not answered for `seconds`, unlike TCP."""
     step = max(1, round(seconds / 3))
     for fd in open_sockets():
         if ports(fd)[1] != port:

@@ -63,7 +63,6 @@ class Lease:
         return self._questions
 
     def set_intervals(self, intervals: PollIntervals, *, has_beats: bool) -> None:
-        """Derive for how long a renewal holds from the silence that the others bear."""
         self._patience = PATIENCE * intervals.lease
         silence = min(intervals.lease, intervals.silence + intervals.answer) if has_beats else intervals.lease
         self._seconds = max(SHARE * silence, 1.2 * intervals.beat)

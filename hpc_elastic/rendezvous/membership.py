@@ -176,7 +176,6 @@ class Membership:
         self._coordination.ask(lambda participant: participant.claims.report_done(done))
 
     def ask_who_is_here(self) -> None:
-        """Ask; `who_is_here` is the answer once the filesystem has given it."""
         self._coordination.ask(self._find_who_is_here)
 
     def reached_addresses(self) -> list[str]:

@@ -182,7 +182,6 @@ def _understood(uid: str, said: str) -> NodeInfo | None:
 
 
 def notifier_of(node: NodeInfo) -> tuple[str, ...]:
-    """Address as a record holds it (`RoundRecord.notifier`)."""
     return (str(node.port), *node.addresses) if node.port else ()
 
 

@@ -37,7 +37,6 @@ class RunNotice(Struct, frozen=True, array_like=True):
         return self.step != STEP_PENDING
 
     def is_given_as(self, other: RunNotice | None) -> bool:
-        """Return whether it is the same notice, whatever has been agreed on since."""
         return other is not None and replace(self, step=other.step) == other
 
     def leaves_less_than(self, other: RunNotice, *, since: float) -> bool:

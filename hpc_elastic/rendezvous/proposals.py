@@ -76,10 +76,7 @@ def propose_close(record: RoundRecord, outcome: Outcome, reason: str, **changes:
 
 
 def propose_notice(record: RoundRecord, notice: RunNotice) -> Proposal:
-    """The record that carries a preemption notice to all.
-
-    One that leaves less time takes another one's place; a step that was agreed on stays, since some may have saved.
-    """
+    """The record that carries a preemption notice; a step that was agreed on stays, since some may have saved."""
     if record.notice is not None:
         notice = replace(notice, step=record.notice.step)
     return propose(record, RoundEvent.NOTICE, f"notice {notice.reason}", notice=notice)
@@ -109,7 +106,7 @@ class RequestsToAll:
             self._notice = notice
 
     def heard(self, what: str) -> None:
-        """``SIGTERM on n2``: the supervisor is to find out what that means."""
+        """``SIGTERM on n2``; its meaning is the supervisor's to find out."""
         if not self._heard or (_is_end(what) and not _is_end(self._heard)):
             self._heard = what
 

@@ -30,8 +30,6 @@ class LogRecord(Struct, frozen=True):
 
 
 class RecordLog:
-    """The log of one store, as one participant sees it."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._newest: LogRecord | None = None

@@ -1,8 +1,7 @@
 """The folder of a run id's rendezvous in a shared directory, and the removal of its earlier epochs.
 
-``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, the id stays closed, but for
-another job: that opens ``epoch-000002``. An agent that slept may still look at the old one: so it is watched for a
-while, on this process' own clock, before it is removed. No symbolic link is followed.
+``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. Another job opens ``epoch-000002`` of a closed id;
+an agent that slept may still look at the old one, so it is watched for a while before it is removed.
 """
 
 from __future__ import annotations
@@ -100,10 +99,7 @@ _EPOCH = "epoch-"
 
 
 def safe_name(text: str) -> str:
-    """Any text as one path component: readable where it can be, different for different texts.
-
-    ``jobs/42`` → ``jobs_42.`` and 32 hexadecimal digits of its SHA-256.
-    """
+    """Any text as one path component, ``jobs_42.`` and its digest: readable, and different for different texts."""
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in text[:48])
     return f"{readable}.{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
@@ -198,7 +194,6 @@ class EpochSweep:
         self._tried: set[int] = set()
 
     def run(self, stop: threading.Event) -> None:
-        """Watch, and remove what may go, until `stop` or until no earlier epoch is left."""
         while not stop.is_set():
             try:
                 if not self.step(stop):

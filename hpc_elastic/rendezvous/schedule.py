@@ -1,9 +1,8 @@
 """Times at which a participant looks at the files and beats.
 
-A metadata server takes some 10,000 operations a second, and a job should leave nearly all of them to others. So the
-intervals grow with the number of nodes, such that all nodes together stay below `budget`. Where packets get through
-("connected"), no node has to look often: each beat carries the number of the newest record, and a silence of the
-coordinator is noticed within seconds.
+A metadata server takes some 10,000 operations a second, and a job should leave nearly all of them to others: the
+intervals grow with the number of nodes, so that all together stay below `budget`. Where packets get through, each beat
+carries the number of the newest record, and a silent coordinator is noticed within seconds.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ def poll_intervals(settings: RendezvousSettings) -> PollIntervals:
 
 
 def budget(nodes: int, operations_per_second: float) -> float:
-    """Operations a second for the looks and heartbeats of all nodes together, while workers run.
-
-    Up to some thousand nodes nine tenths of what the setting says; beyond, at the default of 150, of one for 17 nodes.
-    """
+    """Operations a second for all nodes' looks and heartbeats: up to some thousand nodes nine tenths of the setting."""
     return 0.9 * operations_per_second * max(1.0, nodes / 17 / 150)
 
 

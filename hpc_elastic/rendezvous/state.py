@@ -30,8 +30,7 @@ OBSERVER_PLACE = 99999
 def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
     """``00003-nid003-0001f87ab3c4d5e6-9f3c``: node index, host, start, four random digits.
 
-    The start begins with the ordinal `start` of this agent on its node, where agents are counted: a node that comes
-    back may have another time than before. Then 12 digits of this host's time in units of 65.5 µs.
+    The start is the ordinal of this agent on its node, where agents are counted, then this host's time in 65.5 µs.
     """
     started = min(start, 0xFFFF) << 48 | clock.time_ns() >> 16 & (1 << 48) - 1
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "_" for c in host)[:64]

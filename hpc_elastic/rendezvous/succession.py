@@ -161,10 +161,7 @@ class Succession:
         return record.successor(term=record.term + 1, leader=me.uid, notifier=notifier_of(me), suspects=suspects)
 
     def _whom_to_ask(self, record: RoundRecord, move: Move) -> tuple[str, ...]:
-        """Suspects beside the coordinator, of which this node hears none: they may have died with it.
-
-        Of many nodes only the coordinator is asked: the others have to send their beats to the new one.
-        """
+        """Suspects beside the coordinator, of which this node hears none; of many nodes it alone is asked."""
         if move.event is RoundEvent.TAKE_OVER and record.leader in record.suspects:
             self._detector.look_at(record.suspects, closely=True)
             asked = set(record.suspects) - self._detector.answered(record.suspects)

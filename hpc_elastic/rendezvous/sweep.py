@@ -1,8 +1,7 @@
 """Removal of old files in the store of a long run: their number does not grow with rounds.
 
-Each node removes its own claims on rounds that nobody reads any more; the coordinator removes the rest. Only while a
-round is final, a few files at a step, and never anything of the newest rounds. A participant that was frozen for any
-number of rounds reads the log first, whose newest records stay, and finds itself out.
+Each node removes its own claims on rounds that nobody reads any more; the coordinator removes the rest, while a round
+is final, a few files at a step, and never anything of the newest rounds.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.failures.classify import signal_name, signal_of
-from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import (
@@ -201,7 +200,7 @@ class RoundBuilder(Struct):
                     cut = {name: getattr(one, name)[:_WORDS] for name in texts}
                     self.others["activities"][one.rank] = replace(one, names=one.names[:MOST_NAMED], **cut)
                 if event.sockets:
-                    self.others["sockets"][node] = Sockets(network=event.network, ranks=event.sockets)
+                    self.others["sockets"][node] = event
 
     def _take_slowness(self, event: RunEvent) -> None:
         """Its end, where its agent reported one, takes the place of its beginning."""

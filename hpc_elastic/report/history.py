@@ -12,12 +12,17 @@ from msgspec import Struct, field
 
 from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.base.text import plural
-from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.run.activities import Activity
-from hpc_elastic.run.agent_events import CheckpointCommitted, CheckpointNotCommitted, RunSlowEnded, SlowRankEnded
+from hpc_elastic.run.agent_events import (
+    CheckpointCommitted,
+    CheckpointNotCommitted,
+    RanksObserved,
+    RunSlowEnded,
+    SlowRankEnded,
+)
 from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
 from hpc_elastic.run.node_score import NodeScore
 
@@ -205,7 +210,7 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     rank_statuses: tuple[RankStatus, ...] = ()
     activities: tuple[Activity, ...] = ()
     """Each rank's, by rank, where the nodes knew nothing but symptoms, or a hang."""
-    sockets: tuple[Sockets, ...] = ()
+    sockets: tuple[RanksObserved, ...] = ()
     """Each node's, where the round broke by symptoms alone."""
     stacks: tuple[StackGroup, ...] = ()
     threads: tuple[StackGroup, ...] = ()

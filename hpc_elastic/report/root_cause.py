@@ -16,7 +16,7 @@ from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failu
 from hpc_elastic.failures.collectives import RankComparison, compare_ranks
 from hpc_elastic.failures.contrast import apart_in_round, wrong_input
 from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting, is_raised_by_script
-from hpc_elastic.failures.peers import Sockets, chain_ends, describe_peers, resolve_peers, with_peers
+from hpc_elastic.failures.peers import chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
     Category,
@@ -46,6 +46,7 @@ from hpc_elastic.report.verdict import (
     look_at,
     of_worker,
 )
+from hpc_elastic.run.agent_events import RanksObserved
 from hpc_elastic.run.node_score import is_everywhere
 
 _HOSTS = 3
@@ -180,7 +181,7 @@ def _symptoms_verdict(
     seen: Moment,
     compared: RankComparison,
     known: RanksKnown,
-    sockets: Sequence[Sockets],
+    sockets: Sequence[RanksObserved],
 ) -> Verdict:
     """`seen`: the first of the symptoms."""
     symptoms, hosts = ranking.symptoms, known.hosts

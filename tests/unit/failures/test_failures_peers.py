@@ -6,9 +6,10 @@ import tracemalloc
 
 import pytest
 
-from hpc_elastic.failures.peers import Peer, Sockets, chain_ends, describe_peers, find_peer, resolve_peers, with_peers
+from hpc_elastic.failures.peers import Peer, chain_ends, describe_peers, find_peer, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.run.activities import Activity, RankSockets
+from hpc_elastic.run.agent_events import RanksObserved
 
 HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
@@ -34,9 +35,9 @@ def activity(rank: int, peer: str) -> Activity:
     return Activity(rank=rank, failed=True, peer=peer)
 
 
-def sockets(network: str, **ranks: tuple[str, str]) -> Sockets:
+def sockets(network: str, **ranks: tuple[str, str]) -> RanksObserved:
     found = tuple(RankSockets(rank=int(name[1:]), ends=(end,)) for name, end in ranks.items())
-    return Sockets(network=network, ranks=found)
+    return RanksObserved(round=0, network=network, sockets=found)
 
 
 NODES = [
@@ -86,7 +87,7 @@ def test_ports_that_make_no_sense_are_nobodys(ports: str) -> None:
 def test_a_short_text_of_very_many_ports_takes_no_memory() -> None:
     found = tuple(RankSockets(rank=rank, ends=(("10.0.0.1", "0-999999999," * 300 + "7"),)) for rank in range(20))
     tracemalloc.start()
-    assert resolve_peers([activity(3, "10.0.0.1<5001>")], [Sockets(network="a", ranks=found)]) == []
+    assert resolve_peers([activity(3, "10.0.0.1<5001>")], [RanksObserved(round=0, network="a", sockets=found)]) == []
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10 << 20
