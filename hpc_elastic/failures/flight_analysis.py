@@ -78,7 +78,14 @@ def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Anal
     known = sorted(dumps, key=lambda dump: dump.rank)
     if not known:
         return Analysis(says="there is no dump")
-    groups, transfers = _waiting_groups(known, world_size)
+    groups = groups_of(known, world_size)
+    transfers = list(_transfers(known, groups))
+    if not any(group.waiting for group in groups) and not transfers:
+        for group in groups:
+            group.is_live = False
+            group.reached = furthest = max(group.last.values(), default=-1)
+            if any(last < furthest for last in group.last.values()) or set(group.members) - group.last.keys():
+                group.waiting = {rank: last for rank, last in group.last.items() if last == furthest}
     is_live = bool(transfers) or any(group.is_live for group in groups)
     found = [suspect for group in groups for suspect in differing(group)]
     waits = [*(wait for group in groups for wait in _waits(group, known)), *transfers]
@@ -91,19 +98,6 @@ def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Anal
     states = tuple(state_of(group) for group in groups)
     chosen = tuple(suspects.values())[:MOST_SUSPECTS]
     return Analysis(suspects=chosen, groups=states, says="" if chosen else _says(groups, is_live=is_live))
-
-
-def _waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[list[ProcessGroup], list[_Wait]]:
-    groups = groups_of(dumps, world_size)
-    transfers = list(_transfers(dumps, groups))
-    if not any(group.waiting for group in groups) and not transfers:
-        for group in groups:
-            group.is_live = False
-            furthest = max(group.last.values(), default=-1)
-            group.reached = furthest
-            if any(last < furthest for last in group.last.values()) or set(group.members) - group.last.keys():
-                group.waiting = {rank: last for rank, last in group.last.items() if last == furthest}
-    return groups, transfers
 
 
 def _waits(group: ProcessGroup, dumps: Sequence[RankDump]) -> Iterator[_Wait]:

@@ -231,14 +231,15 @@ def _unpickled(raw: bytes) -> _Document:
 
 
 def _read(document: _Document, rank: int | None) -> RankDump:
-    builder = _Builder(_rank(document.rank, rank), _text(document.version), document.pg_config)
+    members = dict(_members(document.pg_config))
+    dump = RankDump(rank=_rank(document.rank, rank), version=_text(document.version), members=members)
     places: dict[bytes, _Place] = {}
     for entry in document.entries:
         kind = _KIND(entry)
         key = marshal.dumps(kind)
         place = places.get(key)
         if place is None:
-            place = places[key] = builder.place(key, kind)
+            place = places[key] = _place(dump, key, kind)
         is_transfer, trusts, call, track, add_sequence, add_call, add_done = place
         number = entry.p2p_seq_id if is_transfer else entry.collective_seq_id
         add_sequence(_number(entry.seq_id if number is None else number))
@@ -249,7 +250,8 @@ def _read(document: _Document, rank: int | None) -> RankDump:
             add_done(1 if trusts and entry.retired else 0)
             if entry.state == "started":
                 track.started = track.sequences[-1]
-    return builder.finish()
+    _finish(dump)
+    return dump
 
 
 def _rank(held: object, given: int | None) -> int:
@@ -273,63 +275,59 @@ class _Place(NamedTuple):
     add_done: Callable[[int], None]
 
 
-class _Builder:
-    def __init__(self, rank: int, version: str, config: object) -> None:
-        self.dump = RankDump(rank=rank, version=version, members=dict(_members(config)))
+def _place(dump: RankDump, key: bytes, kind: tuple[Any, ...]) -> _Place:
+    name, group, inputs, outputs, types, is_p2p, older = kind
+    call = _SEEN.get(key)
+    if call is None:
+        if len(_SEEN) >= _MOST_SEEN:
+            _SEEN.clear()
+        call = _SEEN[key] = _call(name or "", group or older, inputs, outputs, types)
+    dump.calls.append(call)
+    is_transfer = bool(is_p2p) or call.name in ("send", "recv")
+    tracks = dump.transfers if is_transfer else dump.collectives
+    track = tracks.setdefault((call.backend, call.group), Track())
+    # A device's watchdog retires what it has seen fail, too, and leaves its state; gloo has no state but this.
+    trusts = call.backend in ("", GLOO)
+    columns = track.sequences.append, track.calls.append, track.done.append
+    return _Place(is_transfer, trusts, len(dump.calls) - 1, track, *columns)
 
-    def place(self, key: bytes, kind: tuple[Any, ...]) -> _Place:
-        dump = self.dump
-        name, group, inputs, outputs, types, is_p2p, older = kind
-        call = _SEEN.get(key)
-        if call is None:
-            if len(_SEEN) >= _MOST_SEEN:
-                _SEEN.clear()
-            call = _SEEN[key] = _call(name or "", group or older, inputs, outputs, types)
-        dump.calls.append(call)
-        is_transfer = bool(is_p2p) or call.name in ("send", "recv")
-        tracks = dump.transfers if is_transfer else dump.collectives
-        track = tracks.setdefault((call.backend, call.group), Track())
-        # A device's watchdog retires what it has seen fail, too, and leaves its state; gloo has no state but this.
-        trusts = call.backend in ("", GLOO)
-        columns = track.sequences.append, track.calls.append, track.done.append
-        return _Place(is_transfer, trusts, len(dump.calls) - 1, track, *columns)
 
-    def finish(self) -> RankDump:
-        for (backend, _), track in self.dump.collectives.items():
-            if backend == GLOO:  # it loses the mark of some: what came after them is marked
-                at = track.done.rfind(1)
-                track.done[:at] = b"\1" * max(0, at)
-            if len(set(track.sequences)) < len(track.sequences):
-                self._fold(track)
-        calls = self.dump.calls
-        for track in self.dump.transfers.values():
-            # Those that were put together are completed when the entry at their end is.
-            rows = list(zip(track.sequences, track.calls, track.done, strict=True))
-            ends = {number: done for number, at, done in rows if calls[at].name.endswith(_COALESCED)}
-            if ends:
-                track.done = bytearray(ends.get(number, done) for number, _, done in rows)
-        return self.dump
+def _finish(dump: RankDump) -> None:
+    for (backend, _), track in dump.collectives.items():
+        if backend == GLOO:  # it loses the mark of some: what came after them is marked
+            at = track.done.rfind(1)
+            track.done[:at] = b"\1" * max(0, at)
+        if len(set(track.sequences)) < len(track.sequences):
+            _fold(dump, track)
+    calls = dump.calls
+    for track in dump.transfers.values():
+        # Those that were put together are completed when the entry at their end is.
+        rows = list(zip(track.sequences, track.calls, track.done, strict=True))
+        ends = {number: done for number, at, done in rows if calls[at].name.endswith(_COALESCED)}
+        if ends:
+            track.done = bytearray(ends.get(number, done) for number, _, done in rows)
 
-    def _fold(self, track: Track) -> None:
-        """Entries with one number are one call: what `coalescing_manager` or an uneven collective puts together. Their
-        own entries have no state; the one at their end has."""
-        calls = self.dump.calls
-        found = Track(started=track.started)
-        folded: dict[tuple[int, ...], int] = {}
-        place = 0
-        for number, entries in groupby(track.sequences):
-            end = place + len(list(entries))
-            parts = tuple(track.calls[place:end])
-            is_cut = place == 0 and number > 1 and end < len(track.sequences)  # the ring has lost the first of them
-            if len(parts) > 1 and parts not in folded:
-                folded[parts] = len(calls)
-                calls.append(_coalesced([calls[at] for at in parts]))
-            if len(parts) == 1 or not is_cut:
-                found.sequences.append(number)
-                found.calls.append(parts[0] if len(parts) == 1 else folded[parts])
-                found.done.append(track.done[end - 1])
-            place = end
-        track.sequences, track.calls, track.done = found.sequences, found.calls, found.done
+
+def _fold(dump: RankDump, track: Track) -> None:
+    """Entries with one number are one call: what `coalescing_manager` or an uneven collective puts together. Their
+    own entries have no state; the one at their end has."""
+    calls = dump.calls
+    found = Track(started=track.started)
+    folded: dict[tuple[int, ...], int] = {}
+    place = 0
+    for number, entries in groupby(track.sequences):
+        end = place + len(list(entries))
+        parts = tuple(track.calls[place:end])
+        is_cut = place == 0 and number > 1 and end < len(track.sequences)  # the ring has lost the first of them
+        if len(parts) > 1 and parts not in folded:
+            folded[parts] = len(calls)
+            calls.append(_coalesced([calls[at] for at in parts]))
+        if len(parts) == 1 or not is_cut:
+            found.sequences.append(number)
+            found.calls.append(parts[0] if len(parts) == 1 else folded[parts])
+            found.done.append(track.done[end - 1])
+        place = end
+    track.sequences, track.calls, track.done = found.sequences, found.calls, found.done
 
 
 _SEEN: dict[bytes, AwaitedCall] = {}

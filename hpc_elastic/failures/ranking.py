@@ -63,7 +63,6 @@ class Standing(NamedTuple):
     at_ns: int = 0
     """When its end was seen; the same for all where there is no common clock."""
     rank: int = 0
-    """Decides between equal ones."""
     step: int = -1
     """The last step that a hung worker reported, -1 for none."""
     silent: float = 0.0

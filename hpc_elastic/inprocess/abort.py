@@ -31,7 +31,6 @@ class Abort(abc.ABC):
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
         """Make whatever the main thread waits in return or raise."""
-        raise NotImplementedError
 
 
 class AbortTorchDistributed(Abort):

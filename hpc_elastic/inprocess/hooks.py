@@ -31,7 +31,6 @@ class Initialize(abc.ABC):
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
         """The returned state takes the place of `state`."""
-        raise NotImplementedError
 
 
 class RetryController(Initialize):
@@ -69,7 +68,6 @@ class Finalize(abc.ABC):
     @abc.abstractmethod
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
         """`train_ex` is the exception of the function on this rank; None where the fault was elsewhere."""
-        raise NotImplementedError
 
 
 class ThreadedFinalize(Finalize):
@@ -119,7 +117,6 @@ class HealthCheck(abc.ABC):
     @abc.abstractmethod
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
         """`train_ex` is the exception of the function on this rank; None before it, and after a fault elsewhere."""
-        raise NotImplementedError
 
 
 class CudaHealthCheck(HealthCheck):
@@ -171,7 +168,6 @@ class RankFilter(abc.ABC):
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
         """Set ``active_world_size`` and ``status``; the returned state takes the place of `state`."""
-        raise NotImplementedError
 
 
 class MaxActiveWorldSize(RankFilter):

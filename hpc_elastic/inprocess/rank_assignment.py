@@ -32,7 +32,6 @@ class RankAssignment(abc.ABC):
             The state, with new rank and world size, and the terminated ranks that it still counts: a set that is not
             empty ends this rank with `RestartError`.
         """
-        raise NotImplementedError
 
 
 def filled_gaps(rank: int, world_size: int, terminated: Set[int]) -> int:

@@ -53,7 +53,6 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     """Suspects that have rewritten their heartbeat since, or were heard again."""
     names: Mapping[int, str]
     since_status: float
-    """Seconds since this coordinator first saw this round in this status."""
     since_lost: float
     """Seconds since this coordinator last found a node missing; `since_status` where none was."""
     is_unsupervised: bool = False
@@ -239,7 +238,7 @@ class ClaimScanner:
             ready = self._ready.read(record.round, here, without=acked)
             acked |= {uid: claim.master for uid, claim in ready.items()}
         supervisor = self._peers.observer() if joinable and record.lost else None
-        is_unsupervised = supervisor is not None and self._detector.is_overdue(supervisor)
+        is_unsupervised = supervisor is not None and bool(self._detector.overdue([supervisor], closely=True))
         return ClusterView(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},

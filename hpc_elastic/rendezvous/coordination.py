@@ -65,7 +65,6 @@ class RefusalWatch:
     def __init__(self) -> None:
         self.now: Refusal | None = None
         self._peers: frozenset[str] = frozenset()
-        """Peers that said last that they are refused too."""
         self._peer_refused_at = float("-inf")
         self._peer_fine_at = float("-inf")
 

@@ -50,7 +50,11 @@ class AgentsDeparted(RunEvent, frozen=True, kw_only=True):
     nodes: tuple[int, ...]
 
 
-class EventListener(Protocol):
+class Listener(Protocol):
+    """A participant calls it from within `step`: with records, of which some may be skipped, and its decisions."""
+
+    def on_record(self, record: RoundRecord) -> None: ...
+
     def on_event(self, event: RunEvent) -> None: ...
 
 
@@ -73,7 +77,7 @@ def claim_end(store: Store, uid: str) -> bool:
 class Ending:
     """One participant's part in it. Each method is for a step of its machine, while the run is closed."""
 
-    def __init__(self, store: Store, uid: str, listener: EventListener, clock: Clock) -> None:
+    def __init__(self, store: Store, uid: str, listener: Listener, clock: Clock) -> None:
         self._store = store
         self._uid = uid
         self._listener = listener

@@ -96,8 +96,6 @@ class FailureDetector:
         """When heartbeats were last looked at: the moment that a decision is about."""
         self._listened = self.mark
 
-    # -- packets -------------------------------------------------------------------------------------------------
-
     def begin_step(self) -> float:
         """Note that all datagrams so far have been taken in: none are while the step blocks on a file. Returns the
         time."""
@@ -151,8 +149,6 @@ class FailureDetector:
             if peer.heard_at is not None:
                 peer.heard_at = min(now, peer.heard_at + seconds)
 
-    # -- questions and answers -----------------------------------------------------------------------------------
-
     def asked(self, suspects: Iterable[str], now: float) -> None:
         before, self._suspects = self._suspects, frozenset(suspects)
         for uid in before - self._suspects:
@@ -203,8 +199,6 @@ class FailureDetector:
         """Forget the lost links of nodes that are lost to the run: their silence meant more."""
         for uid in uids:
             self._peers[uid].cut_off_since = None
-
-    # -- heartbeats ----------------------------------------------------------------------------------------------
 
     def look_at(self, uids: Iterable[str], *, closely: bool = False) -> float:
         """Read the heartbeats that are worth it; `closely`: all of them, now. Returns for how many seconds this process
@@ -264,11 +258,6 @@ class FailureDetector:
         self.look_at(uids, closely=closely)
         limit = self._intervals.heartbeat + self._intervals.answer_unheard
         return frozenset(uid for uid in uids if self.unchanged(uid) > limit)
-
-    def is_overdue(self, uid: str) -> bool:
-        return bool(self.overdue([uid], closely=True))
-
-    # -- the verdict ---------------------------------------------------------------------------------------------
 
     def last_sign(self, uid: str) -> float:
         """Seconds since its last sign of life, as far as this participant knows.

@@ -91,7 +91,10 @@ class FileRendezvousHandler:
             record = self._steadily(lambda: self._folder.latest(self._epoch()), deadline - self._clock.monotonic())
             if record is not None and record.status is Status.CLOSED:
                 raise self._closed_error(record, ClosedRunIdError)
-            self._membership = self._steadily(self._enter, deadline - self._clock.monotonic())
+            self._membership = self._steadily(
+                lambda: Membership(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng),
+                deadline - self._clock.monotonic(),
+            )
             self._membership.start()
             self._sweep(self._membership)
         membership = self._membership
@@ -221,18 +224,15 @@ class FileRendezvousHandler:
         return self._membership.reached_addresses() if self._membership is not None else []
 
     def _close(self, outcome: Outcome, reason: str) -> None:
-        def close() -> None:
-            close_run(self._folder.enter(self._epoch()), self._config.run_id, outcome, reason)
-
-        self._steadily(close, self._config.settings.timeout)
+        self._steadily(
+            lambda: close_run(self._folder.enter(self._epoch()), self._config.run_id, outcome, reason),
+            self._config.settings.timeout,
+        )
 
     def _epoch(self) -> int:
         if self._epoch_found is None:
             self._epoch_found = self._folder.current_epoch()
         return self._epoch_found
-
-    def _enter(self) -> Membership:
-        return Membership(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
 
     def _sweep(self, membership: Membership) -> None:
         if membership.place == 0 and self._sweeper is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable
-from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
@@ -17,7 +16,7 @@ from hpc_elastic.rendezvous.cache_invalidator import MOST, CacheInvalidator, Pen
 from hpc_elastic.rendezvous.claims import OwnClaims, goodbye_key, round_to_join
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner, ClusterView
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims, next_proposal
-from hpc_elastic.rendezvous.ending import Ending, EventListener
+from hpc_elastic.rendezvous.ending import Ending, Listener
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, Peers, addresses_of, notifier_of
@@ -46,12 +45,6 @@ class Refreshed(RunEvent, frozen=True, kw_only=True):
 
     serial: int
     announced: frozenset[str]
-
-
-class Listener(EventListener, Protocol):
-    """A participant calls it from within `step`: with records, of which some may be skipped, and its decisions."""
-
-    def on_record(self, record: RoundRecord) -> None: ...
 
 
 class Participant:
@@ -116,8 +109,6 @@ class Participant:
     @property
     def waits_to_speak(self) -> bool:
         return bool(self.claims or self.to_all) or self._wants_in
-
-    # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
     def join(self) -> None:
         self._wants_in = True
@@ -195,7 +186,11 @@ class Participant:
             self._scanner.learn(announced, now=now, most_age=self.intervals.stride)
         elif survey:
             self._scanner.forget()
-        progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
+        requested = None
+        if self.record is not None and self.to_all:
+            noticed_for = self._clock.monotonic() - self._scanner.noticed_at
+            requested = self.to_all.next(self.record, noticed_for=noticed_for)
+        progress = self._commit(requested) or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._scanner.claims_seen
             self._invalidator.while_waiting(self.record, seen=seen, now=self._clock.monotonic())
@@ -338,12 +333,6 @@ class Participant:
         if record is not None and (key := self.claims.unannounced_join(target)):
             self._announce_claim(key)
         return claimed
-
-    def _commit_requests_to_all(self) -> bool:
-        if self.record is None or not self.to_all:
-            return False
-        noticed_for = self._clock.monotonic() - self._scanner.noticed_at
-        return self._commit(self.to_all.next(self.record, noticed_for=noticed_for))
 
     def _coordinate(self, *, looked: bool, survey: bool) -> bool:
         record = self.record

@@ -31,7 +31,6 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     host: str
     local_world_size: int
     addresses: tuple[str, ...]
-    """Addresses of its notifier, the likeliest first."""
     port: int = 0
     spare: bool = False
     """Submitted as a spare: it takes a lost node's place, and waits otherwise."""
@@ -43,9 +42,7 @@ class BeatPlan(Struct, frozen=True, kw_only=True):
     about: str = ""
     """The key of the newest record that it has seen."""
     heard: tuple[Address, ...] = ()
-    """Addresses of participants that it hears …"""
     unheard: tuple[Address, ...] = ()
-    """… and of those that it does not hear."""
 
 
 class Peers:

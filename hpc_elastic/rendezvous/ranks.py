@@ -42,8 +42,6 @@ def assign_ranks(
 
 
 def whole_segments(live: Sequence[Member], segment: int) -> list[Member]:
-    if segment == 1:
-        return list(live)
     return [m for found in _by_segment(live, segment).values() if len(found) == segment for m in found]
 
 

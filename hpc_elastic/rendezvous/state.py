@@ -139,7 +139,6 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     restarts_used: int = 0
     """Rounds of this attempt that followed a worker's failure."""
     waiting: int = 0
-    """Nodes that wait while the round is final."""
     vacant: int = 0
     """Places of lost members that nobody has taken since."""
     lost: tuple[int, ...] = ()
@@ -165,7 +164,6 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     """The round before was ended by failures that only show that another rank is gone: its members give their ranks a
     moment to fail by themselves, and look where the silent ones stand before they end them."""
     notice: RunNotice | None = None
-    """The job is going to be ended, and workers may save first."""
     heard: str = ""
     """A signal that an agent heard, ``SIGTERM on n2 from pid 812 (slurmstepd)``: its meaning is the supervisor's to
     find out."""
@@ -275,9 +273,7 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     printed_ns: int = 0
     """When its exception was printed; 0: not known, or it has none."""
     raised: bool = False
-    """It raised an exception that is known."""
     lost_connection: bool = False
-    """It reports a lost connection (`ranking.Standing`)."""
 
     @property
     def is_kill(self) -> bool:

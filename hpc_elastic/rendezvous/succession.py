@@ -119,7 +119,7 @@ class Succession:
         self._cut_off_due = now + CUT_OFF_SECONDS
         if (found := self._detector.cut_off()) and record.leader != self._info.uid:
             others = [m.uid for m in record.members[: record.rank(self._info.uid)] if m.uid not in found]
-            if not all(self._detector.is_overdue(uid) for uid in others):
+            if not all(self._detector.overdue([uid], closely=True) for uid in others):
                 return ()
         return tuple(sorted(map(node_of, found)))
 

@@ -87,17 +87,14 @@ class Sweep:
             self._allowance.renew(now)
             if record.status is not Status.FINAL:
                 return
-            self._remove_own(record.round)
+            kept = claim_folder(max(0, record.round - KEPT_ROUNDS))
+            while self._claimed and self._claimed[0] < kept and self._allowance.take():
+                self._store.delete(self._claimed[0])
+                self._claimed.popleft()
             if record.leader == self._uid:
                 self._remove_others(record, joined, now)
         except (OSError, StoreError) as error:
             logger.debug("not swept: %s", error)  # the next step tries again; nothing depends on it
-
-    def _remove_own(self, newest: int) -> None:
-        kept = claim_folder(max(0, newest - KEPT_ROUNDS))
-        while self._claimed and self._claimed[0] < kept and self._allowance.take():
-            self._store.delete(self._claimed[0])
-            self._claimed.popleft()
 
     def _remove_others(self, record: RoundRecord, joined: AbstractSet[str], now: float) -> None:
         while self._allowance.take():
