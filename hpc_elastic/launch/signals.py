@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.supervisor_events import SignalDecided
 
@@ -97,10 +96,9 @@ TABLE: Mapping[Heard, Mapping[HeardBy, Mapping[JobCondition, Reaction]]] = {
         HeardBy.BATCH: {
             **_ENDS,
             **_PREEMPTING,
-            JobCondition.RUNNING: _CANCEL,
-            JobCondition.NEAR_LIMIT: _CANCEL,
-            JobCondition.SILENT: _CANCEL,
-            JobCondition.NO_SLURM: _CANCEL,
+            **dict.fromkeys(
+                (JobCondition.RUNNING, JobCondition.NEAR_LIMIT, JobCondition.SILENT, JobCondition.NO_SLURM), _CANCEL
+            ),
         },
         HeardBy.AGENTS: {
             **_ENDS,
@@ -173,27 +171,6 @@ def decide_signal(
         requeued=answer.condition is JobCondition.REQUEUED,
         held=answer.held,
     )
-
-
-NOTICE_SLACK = 5.0
-
-
-class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
-    """Monotonic times of the process that gave the notice."""
-
-    notice: RunNotice
-    job_ends: float
-    closed_by: float
-    """The giver closes the run then, if the nodes have not."""
-
-    @classmethod
-    def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> PreemptionDeadlines:
-        seconds = seconds_to_save(left, shutdown_timeout=shutdown_timeout)
-        return cls(
-            notice=RunNotice(reason, seconds, left=left),
-            job_ends=now + left,
-            closed_by=now + seconds + NOTICE_SLACK,
-        )
 
 
 EARLY_NOTICE = 75.0

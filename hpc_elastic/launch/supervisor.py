@@ -20,11 +20,12 @@ from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.launch.agents import Agents
 from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.requeue import AttemptResult, closed_result
-from hpc_elastic.launch.signals import HeardBy, Meaning, PreemptionDeadlines, SignalDecision, SignalResolver
+from hpc_elastic.launch.signals import HeardBy, Meaning, SignalDecision, SignalResolver
 from hpc_elastic.launch.site import Launcher
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, AgentsDeparted, EndClaimed
 from hpc_elastic.rendezvous.participant import Refreshed
+from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, PlatformFailure
 from hpc_elastic.run.attempt import AttemptInfo
@@ -57,6 +58,8 @@ SILENT_RESERVE = 9.0
 """Time for agents to end after a signal, on top of the workers' grace: they need 4 s to find the store silent."""
 CLAIM_SECONDS = 5.0
 LAUNCH_NEWS_SECONDS = 30.0
+NOTICE_SLACK = 5.0
+"""Time for the nodes to close the run after the workers' time to save."""
 
 
 class SupervisorFailedError(HpcElasticError):
@@ -87,7 +90,10 @@ class Supervisor(Struct, eq=False, kw_only=True):
     _has_logged_waiting: bool = False
     _agents_heard: str = ""
     """The agents' newest signal in the log; each is handled once."""
-    _notice: PreemptionDeadlines | None = None
+    _notice: RunNotice | None = None
+    _job_ends: float = 0.0
+    _notice_ends: float = 0.0
+    """When this process closes the run after a notice, if the nodes have not."""
     _notice_means: str = ""
     _signal: signal.Signals | None = None
     _signal_reason: str = ""
@@ -143,7 +149,7 @@ class Supervisor(Struct, eq=False, kw_only=True):
         if not self._has_logged_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
-            found.append(self._notice.closed_by if self._notice is not None else self.resolver.due)
+            found.append(self._notice_ends if self._notice is not None else self.resolver.due)
         if self.job_watch is not None and self._compares_nodes:
             found.append(self.job_watch.due)
         if self._end_settled_by is not None:
@@ -173,8 +179,7 @@ class Supervisor(Struct, eq=False, kw_only=True):
         if self._signal is not None or (number is signal.SIGUSR2 and self._is_ending()):
             return
         reason = f"{number.name} on {host}"
-        notice = None if self._is_ending() else self._notice
-        left = None if notice is None else notice.job_ends - self.clock.monotonic()
+        left = None if self._is_ending() or self._notice is None else self._job_ends - self.clock.monotonic()
         if sender:
             logger.info("%s %s", reason, sender)
         decision = self.resolver.hear(number, heard_by, reason=f"{reason} {sender}".rstrip(), ends_in=left)
@@ -212,10 +217,11 @@ class Supervisor(Struct, eq=False, kw_only=True):
         return self.record is not None and not self._is_ending()
 
     def _give_notice(self, reason: str, decision: SignalDecision) -> None:
-        reason, now = f"{reason} ({decision.meaning.value})", self.clock.monotonic()
-        given = PreemptionDeadlines.now(reason, decision.seconds, shutdown_timeout=self.shutdown_timeout, now=now)
-        self._notice, self._notice_means, notice = given, decision.meaning.value, given.notice
-        in_time = f"notice: {notice.reason}, the job ends in {decision.seconds:.0f} s"
+        left, now, self._notice_means = decision.seconds, self.clock.monotonic(), decision.meaning.value
+        seconds = seconds_to_save(left, shutdown_timeout=self.shutdown_timeout)
+        self._notice = notice = RunNotice(f"{reason} ({self._notice_means})", seconds, left=left)
+        self._job_ends, self._notice_ends = now + left, now + seconds + NOTICE_SLACK
+        in_time = f"notice: {notice.reason}, the job ends in {left:.0f} s"
         if self.record is None:
             logger.info("%s; no round has begun: ending the attempt", in_time)
             self._close(Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
@@ -224,10 +230,10 @@ class Supervisor(Struct, eq=False, kw_only=True):
         self.coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end_notice(self) -> None:
-        if self._notice is None or self._is_ending() or self.clock.monotonic() < self._notice.closed_by:
+        if self._notice is None or self._is_ending() or self.clock.monotonic() < self._notice_ends:
             return
         logger.warning("the notice period is over, and the nodes have not ended the run")
-        self._close(Outcome.PREEMPTED, f"notice {self._notice.notice.reason}; the nodes did not answer in time")
+        self._close(Outcome.PREEMPTED, f"notice {self._notice.reason}; the nodes did not answer in time")
 
     # -- the log -----------------------------------------------------------------------------------------------------
 

@@ -350,8 +350,7 @@ def test_a_second_notice_that_leaves_less_time_shortens_the_first(s: Stage, hear
     assert 11 <= s.since < 20, "and not the 75 s that were left of the first"
     assert result.outcome is Outcome.PREEMPTED
     assert [told["seconds"] for told in s.names("signal_decided")] == [120.0, 20.0]
-    assert s.supervisor._notice is not None
-    assert s.supervisor._notice.job_ends == pytest.approx(s.noted + 20, abs=1), "it would close the run itself, too"
+    assert s.supervisor._job_ends == pytest.approx(s.noted + 20, abs=1), "it would close the run itself, too"
 
 
 def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(s: Stage) -> None:
@@ -388,8 +387,7 @@ def test_a_notice_that_no_node_acts_on_is_seen_to_here(s: Stage) -> None:
         Outcome.PREEMPTED,
         "notice SIGUSR2 on head (requeue); the nodes did not answer in time",
     )
-    assert s.supervisor._notice is not None
-    assert due == [s.supervisor._notice.closed_by], "it wakes up for that though nothing comes"
+    assert due == [s.supervisor._notice_ends], "it wakes up for that though nothing comes"
 
 
 ENDS = [
