@@ -12,12 +12,14 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_elastic.errors import UnsafePathError
+
+T = TypeVar("T")
 
 
 def make_private_dir(path: Path, *, exist_ok: bool = True) -> None:
@@ -267,6 +269,16 @@ def ask_about(folder: Path) -> bool:
     return False
 
 
+def read_again(read: Callable[[], T], folder: Path) -> T:
+    """Do `read`, and once more where it missed a file, and the server still has its `folder`."""
+    try:
+        return read()
+    except FileNotFoundError:
+        if not ask_about(folder):
+            raise
+        return read()
+
+
 class Unreadable(str):
     errno: int | None = None
     """Set where the filesystem refused; another try may do better."""
@@ -302,12 +314,7 @@ def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | Unreadab
     """A JSON object from a file that may be missing, torn, foreign or newer, or why it is unreadable ("missing",
     "unreadable: …")."""
     try:
-        try:
-            raw = read_bytes(path, limit=limit)
-        except FileNotFoundError:
-            if not ask_about(path.parent):
-                return Unreadable("missing")
-            raw = read_bytes(path, limit=limit)
+        raw = read_again(lambda: read_bytes(path, limit=limit), path.parent)
     except FileNotFoundError:
         return Unreadable("missing")
     except (OSError, UnsafePathError) as error:

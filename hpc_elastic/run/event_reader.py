@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
-from hpc_elastic.base.files import Owner, ask_about, has_long_number, parse_json
+from hpc_elastic.base.files import Owner, has_long_number, parse_json, read_again
 from hpc_elastic.base.folded import names_in, open_file
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
@@ -254,12 +254,7 @@ def _decode(raw: bytes) -> Any:
 
 def event_files(folder: Path) -> list[Path]:
     try:
-        try:
-            names = names_in(folder)
-        except FileNotFoundError:
-            if not ask_about(folder):
-                return []
-            names = names_in(folder)
+        names = read_again(lambda: names_in(folder), folder)
     except OSError:
         return []
     return [folder / name for name in sorted(names) if name.endswith(".jsonl") and not name.startswith(".")]

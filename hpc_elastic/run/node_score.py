@@ -43,11 +43,7 @@ class EvidenceKind(str, Enum):
 
 
 WEIGHTS = {
-    EvidenceKind.LOST: 1.0,
-    EvidenceKind.UNHEALTHY: 1.0,
-    EvidenceKind.HARDWARE: 1.0,
-    EvidenceKind.SLOW: 1.0,
-    EvidenceKind.APART: 1.0,
+    **dict.fromkeys(EvidenceKind, 1.0),
     EvidenceKind.FIRST_FAILURE: 0.5,
     EvidenceKind.FIRST_EXCEPTION: 0.25,
 }

@@ -28,7 +28,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.files import Owner, ask_about, open_checked
+from hpc_elastic.base.files import Owner, ask_about, open_checked, read_again
 from hpc_elastic.base.folded import names_in
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
@@ -92,15 +92,11 @@ def read_object(path: Path) -> Any:
 
 
 def _open(path: Path) -> BufferedReader:
-    for again in (False, True):
-        try:
-            fd = open_checked(path, owner=Owner.OWN)
-            break
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and not again and ask_about(path.parent):
-                continue
-            why = error.strerror or str(error)
-            raise UnreadableObjectError(path=str(path), why=why.lower(), errno=error.errno) from None
+    try:
+        fd = read_again(lambda: open_checked(path, owner=Owner.OWN), path.parent)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UnreadableObjectError(path=str(path), why=why.lower(), errno=error.errno) from None
     if os.fstat(fd).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.close(fd)
         raise UnsafePathError(f"{path} can be written by other users, and is not unpickled")
