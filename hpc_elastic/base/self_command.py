@@ -1,8 +1,7 @@
 """Commands by which one process of ours starts another Python: never with the working directory first on its path.
 
-``python -c`` and ``python -m`` put it there, and a ``json.py`` that lies in it would be imported in place of Python's.
-From Python 3.13 on ``-c`` imports ``linecache`` before the first statement of its text. A test finds other ways of
-starting one.
+``python -c`` and ``python -m`` put it there, and a ``json.py`` in it would be imported in place of Python's: from
+Python 3.13 on ``-c`` imports ``linecache`` before the first statement. A test finds other ways of starting one.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""The batch side of a run, from sbatch to the requeue. The way of an attempt: ::
-
-    submit_job      the run directory, the script, sbatch
-    batch           what the script exec's on the batch host
-    run_attempt     claims the attempt's directory; `supersede` ends earlier attempts that still run
-    supervisor      the loop: `agents` on all nodes, what `signals` mean, what Slurm knows of the job (`job_watch`)
-    conclude        the attempt's end: result.json, bad nodes, report
-    requeue         whether there is another attempt, and how; `requeue_job` has it queued
-
-That happens at a `site.Site`, with its launcher of agents: `slurm_site`, `step` (in the user's srun step), or `local`.
-"""
+"""The batch side of a run, from sbatch to the requeue: docs/explanation/ways.md follows an attempt through it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """The agents of an attempt, as the supervisor keeps them: one on each node, until a node is given up.
 
-An agent announces itself in the store before all else. What ends without having done so was never an agent: there is
-no interpreter (exit code 127), it can't be executed (126), the run directory is not mounted (2, and the agent says
-so), or Slurm's TaskProlog failed. Such a node gets one more start, and is *unable* then.
+An agent announces itself in the store before all else. What ends without having done so was never an agent, and the
+node is *unable* after one more start.
 
-srun reports an agent's end only while it hears of the node. A node that lost its power and was back before Slurm missed
-it (SlurmdTimeout: 300 s by default) is in the job as before, idle, and srun waits for it for ever (seen on 20.11 to
-26.05). So where the run has lost a node and Slurm has not, an agent is started there on trial, with growing pauses.
+srun reports an agent's end only while it hears of the node: it waits for ever for one that lost its power and was back
+before Slurm missed it (SlurmdTimeout: 300 s by default; seen on 20.11 to 26.05). So where the run has lost a node and
+Slurm has not, an agent is started there on trial, with growing pauses.
 """
 
 from __future__ import annotations

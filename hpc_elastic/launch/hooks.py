@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 10.0
 LATE_SECONDS = 5.0
-"""Most seconds of ``--after`` where Slurm's SIGKILL is near."""
 _END_SECONDS = 2.0
 REPORT_SECONDS = 30.0
 NOTICE_SECONDS = 10.0

@@ -1,9 +1,4 @@
-"""Slurm's view of the running job. Each question runs in a thread: without a controller a command takes half a minute.
-
-`JobWatch` compares the job's nodes with the run's now and then. `EndClaim` asks, once the run is closed, whether this
-node still belongs to the job: a node that Slurm has given up may live, and its actions would not reach the job
-(`rendezvous.ending` has the rest).
-"""
+"""Slurm's view of the running job. Each question has a thread: without a controller a command takes half a minute."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """``--cluster local``: the whole run on this machine, requeues included. The same agents, store and supervisor.
 
-A thread that waits for a dead mount can keep its process in the kernel's table for as long as the mount is dead, and
-the shell, which waits for that process, with it. So the supervisor runs in a child (`run_behind_front`): the front
-touches no file, hands the child every signal, and ends when that reports how the run ended, or has ended but for what
-the kernel holds of it.
+A thread that waits for a dead mount can keep its process, and the shell that waits for it, in the kernel's table. So
+the supervisor runs in a child (`run_behind_front`): the front touches no file, and ends whatever the kernel holds.
 """
 
 from __future__ import annotations
@@ -172,13 +170,10 @@ LOOK_SECONDS = 0.02
 
 
 class AgentProcess:
-    """One agent as a child of this process, in a session of its own, so that no filesystem can hold up this process.
-
-    For the main thread: the agent ends when the thread that started it does (``--launcher-pid``).
+    """One agent as a child of this process, in a session of its own. For the main thread (``--launcher-pid``).
 
     `subprocess` waits until the child has closed what it inherited, and a file on a mount that hangs is never closed.
-    So this is `os.posix_spawn`, which waits for the program to be loaded, and no longer: descriptors are closed by the
-    kernel afterwards (all of Python's are close-on-exec).
+    `os.posix_spawn` waits only for the program to be loaded: the kernel closes Python's descriptors afterwards.
     """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], umask: int) -> None:

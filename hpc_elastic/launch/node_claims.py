@@ -1,8 +1,7 @@
 """The nodes of an allocation that a run takes: requested, and not held by another run of the allocation.
 
-A claim is a flock(2) on a file of this host, one for each node: the srun that runs the node's agent inherits it (which
-filelock's can't be), so it ends with the last process that holds it. So runs that were started on the same host, as
-from one batch script or one salloc, stay apart; other hosts do not see the claims.
+A claim is a flock(2) on a file of this host, one for each node, which the srun that runs the node's agent inherits (as
+filelock's can't be): it ends with the last process that holds it. Other hosts do not see the claims.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Agents as tasks of an srun step, one per node of the allocation.
 
-srun's end and exit code are no verdict, and it may never return (slurm 20.11 to 26.05: a node whose slurmstepd died, or
-that came back within SlurmdTimeout, keeps it waiting). What is used of it: its messages, as early news of an agent that
-ended; and its own end, as "no agent of this step runs any more".
+srun's end and exit code are no verdict, and it may never return (slurm 20.11 to 26.05). What is used of it: its
+messages, as early news of an agent that ended; and its own end, as "no agent of this step runs any more".
 """
 
 from __future__ import annotations

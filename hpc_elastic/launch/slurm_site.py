@@ -1,8 +1,7 @@
 """The allocation that this process is in, as a site: it owns all calls to Slurm.
 
-`slurm_answer` and `allocation_of` say what Slurm's record of the job means. A job that is being ended is COMPLETING,
-whatever will stand there later (20.11 to 26.05): only the reason shows that it was its time limit, its
-time a preemption, and the number of restarts a requeue. All of it tried on 22.05.
+A job that is being ended is COMPLETING (20.11 to 26.05): only the reason shows that it was its time limit, its time a
+preemption, and the number of restarts a requeue. All of it tried on 22.05.
 """
 
 from __future__ import annotations

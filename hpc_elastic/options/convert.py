@@ -320,7 +320,6 @@ class _Converter:
         return LineStatus.MANUAL, _BEFORE_TRAINING
 
     def _count(self) -> None:
-        """Nodes, a node's workers and its GPUs, from what the launcher, srun and sbatch were given."""
         launch, number = self._launch, self._variables.number
         counts = self._variables.numbers
         counts.update({name: value for name, value in launch.counts.items() if name.startswith("--")})

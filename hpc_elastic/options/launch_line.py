@@ -71,7 +71,6 @@ class _ContainerCommand(Struct, frozen=True, kw_only=True):
     mounts: tuple[str, ...]
     workdir: tuple[str, ...]
     values: tuple[str, ...]
-    """Options that have a value, of which nothing else is known."""
 
 
 _APPTAINER = _ContainerCommand(

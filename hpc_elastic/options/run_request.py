@@ -278,7 +278,6 @@ class SlurmJob(Struct, frozen=True, kw_only=True):
     template: str | None = None
     """The text of the user's own batch script, in place of ours."""
     asked_nodes: str = "--nodes 1"
-    """The user's words, for messages."""
     shared: bool = False
     """The user says that all nodes see the run directory, whatever it looks like."""
 

@@ -172,7 +172,6 @@ class SbatchOptions(Struct, frozen=True, kw_only=True):
     """The options of sbatch that our code reads, by sbatch's names; None or empty: not given."""
 
     nodes: str | None = None
-    """``4``, ``2-4`` or ``2:4``."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -205,8 +204,6 @@ class SbatchOptions(Struct, frozen=True, kw_only=True):
 
 
 class ScriptLines(Struct, frozen=True, kw_only=True):
-    """The user's own shell commands before and after the run."""
-
     setup: tuple[str, ...] = ()
     teardown: tuple[str, ...] = ()
 
@@ -282,7 +279,6 @@ def split_option(word: str) -> tuple[str, str, str]:
 
 
 def option_name(argument: str) -> str:
-    """``--time=10`` → ``--time``; ``-t10`` → ``-t``."""
     name = argument.partition("=")[0].partition(" ")[0]
     return name if name.startswith("--") else name[:2]
 

@@ -74,7 +74,6 @@ class Reach(Struct):
     job: set[str] = field(default_factory=set)
     """Variables that have a value in the job alone."""
     unknown: set[str] = field(default_factory=set)
-    """Variables that the file does not set."""
     open: set[str] = field(default_factory=set)
 
 

@@ -179,8 +179,6 @@ _KINDS = {bool: "a boolean", list: "an array", tuple: "an array", dict: "a table
 
 
 class Keys:
-    """A table of options, by their names outside the command line."""
-
     def __init__(self, options: Iterable[Option]) -> None:
         self.by_name: dict[str, Option] = {}
         """``max-restarts``; ``nnodes`` as well as ``nodes``."""

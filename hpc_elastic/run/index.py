@@ -1,8 +1,7 @@
 """The files that outlive a run in the account's folder, and the index of runs there: finds a run by path, id or job id.
 
-Job ids come back (after a controller's restart, and on every cluster), so an entry is keyed by cluster, job id and
-submit time, and the newest wins. A home that can't be written never stops a submission, and runs are found without the
-index. Each entry is a file of its own name, written whole and never changed, so no lock is needed.
+Job ids come back, so an entry is keyed by cluster, job id and submit time, and the newest wins. A home that can't be
+written never stops a submission. Each entry is a file of its own, written whole and never changed: no lock is needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The types of options' values, each with the one parser that makes it from the user's text.
 
-`hpc-elastic submit` parses each option once; the values travel in run.json (`run.spec`), and readers of a run.json, the
-agents among them, get them back as these types.
-Every ``parse_*`` takes the option as the user called it and raises UsageError, which names it and the wrong part.
+The values travel in run.json (`run.spec`), whose readers get them back as these types. Every ``parse_*`` takes the
+option as the user called it and raises UsageError, which names it and the wrong part.
 """
 
 from __future__ import annotations

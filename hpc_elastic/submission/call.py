@@ -1,13 +1,8 @@
-"""The function that a run calls on each of its workers, as files of the run directory. ::
-
-    <run>/call.pkl                                  the function and its arguments
-    <run>/launcher.json                             the process that runs it, without Slurm
-    <run>/attempt-000/checkpoint/rank-00012.pkl     what checkpoint() gave when a preemption notice came
-    <run>/attempt-000/round-000/rank-00012/         result.pkl, or exception.pkl
+"""The function that a run calls on each of its workers, and what it returned, as files of the run directory.
 
 A file holds a line of JSON, for readers that only look, and a pickle behind it. Nothing is unpickled that another user
-could have written: the file must be this user's, no link, and no copy. A copy belongs to the user who copied, whatever
-is in it; so each file holds its own inode number, which no copy has. `Script` is a training script as such a function.
+could have written: the file must be this user's, no link, and no copy. A copy belongs to the user who copied; so each
+file holds its own inode number, which no copy has.
 """
 
 from __future__ import annotations
@@ -46,13 +41,7 @@ class UnreadableObjectError(UnreadableFileError):
 def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
     """Write whole or not at all, mode 0600, without a second copy of a huge value in memory. Returns the size in bytes.
 
-    Args:
-        head: JSON, for `read_head`.
-        value: For cloudpickle: functions of ``__main__``, lambdas and closures go by value.
-
-    Raises:
-        Exception: whatever a user's object raises when it is taken apart.
-        OSError: the disk is full, the folder is gone …
+    Raises what a user's object raises when it is taken apart, or OSError.
     """
     import cloudpickle
 

@@ -86,7 +86,6 @@ def find_end(paths: RunPaths) -> StoredResult | None:
 
 
 def world_size(paths: RunPaths) -> int | None:
-    """Workers of the newest round; None: none has begun."""
     place = newest_round(paths)
     found = ranks(place.attempt.round_dir(place.round)) if place is not None else []
     return found[-1] + 1 if found else None
