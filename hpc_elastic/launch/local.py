@@ -1,7 +1,7 @@
 """``--cluster local``: the whole run on this machine, requeues included. The same agents, store and supervisor.
 
 A thread that waits for a dead mount can keep its process, and the shell that waits for it, in the kernel's table. So
-the supervisor runs in a child (`run_behind_front`): the front touches no file, and ends whatever the kernel holds.
+the supervisor runs in a child (`run_behind_front`): the front touches no file, so it can always end.
 """
 
 from __future__ import annotations

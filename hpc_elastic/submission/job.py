@@ -64,7 +64,9 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
             if job not in found or ((state := found[job]) is not None and state.phase is JobPhase.UNKNOWN):
                 continue  # the controller restarts, say: what was known holds, and the next look asks again
             self._asked_about[name] = self._asked_about.get(name, 0) + 1
-            self._info_dict[name] = _info(str(job), state)
+            self._info_dict[name] = info = {"JobID": str(job), "State": FORGOTTEN}
+            if state is not None:
+                info |= {"State": state.state, "NodeList": ",".join(state.nodes), "Reason": state.reason}
             if state is not None and state.phase is JobPhase.FINISHED:
                 self._finished.add(name)
 
@@ -76,12 +78,6 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
 
     def look_again_at(self, job_id: str) -> None:
         self._finished.discard(job_id)
-
-
-def _info(job_id: str, state: JobState | None) -> dict[str, str]:
-    if state is None:
-        return {"JobID": job_id, "State": FORGOTTEN}
-    return {"JobID": job_id, "State": state.state, "NodeList": ",".join(state.nodes), "Reason": state.reason}
 
 
 R = TypeVar("R", covariant=True)

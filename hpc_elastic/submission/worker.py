@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -111,7 +110,6 @@ class SavedState(Struct, frozen=True, kw_only=True):
     call: Call
     timeouts_left: int
     attempt: AttemptPaths
-    path: Path
 
 
 def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
@@ -128,9 +126,8 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
             continue  # none was asked for
         if written != list(range(world_size)):
             continue  # some rank was not quick enough: the set before it counts
-        path = attempt.rank_checkpoint(rank if rank < world_size else 0)
-        function, args, kwargs = read_object(path)
-        return SavedState(call=Call(function, args, kwargs), timeouts_left=left, attempt=attempt, path=path)
+        function, args, kwargs = read_object(attempt.rank_checkpoint(rank if rank < world_size else 0))
+        return SavedState(call=Call(function, args, kwargs), timeouts_left=left, attempt=attempt)
     return None
 
 
