@@ -102,16 +102,10 @@ def folders_of_runs(runs_dir: str | None) -> tuple[str, list[Path]]:
     folder = os.path.abspath(chosen or DEFAULT_RUNS_DIR)
     try:
         return folder, [Path(folder, name) for name in sorted(os.listdir(folder), reverse=True)]  # ids begin with time
-    except FileNotFoundError as error:
-        if chosen is None and (found := account_runs()):
-            return "what this account has submitted", found
-        raise _unreadable(folder, error) from None
     except OSError as error:
-        raise _unreadable(folder, error) from None
-
-
-def _unreadable(folder: str, error: OSError) -> UsageError:
-    return UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir")
+        if isinstance(error, FileNotFoundError) and chosen is None and (found := account_runs()):
+            return "what this account has submitted", found
+        raise UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir") from None
 
 
 def states_of(status: RunStatus) -> frozenset[str]:

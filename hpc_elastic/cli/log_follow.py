@@ -63,12 +63,9 @@ class LogFollower:
             return
         index = max(stream.round for stream in streams)
         streams = [stream for stream in streams if stream.round == index]
-        readers = (
-            log_streams.readers_of(streams) if self._tail is None else log_streams.readers_of_last(streams, self._tail)
-        )
+        readers = log_streams.readers_of_last(streams, self._tail)
         marks = log_streams.read_round_marks(attempt.round_dir(index), offsets_ns=read_offsets_ns(attempt))
-        pieces = log_streams.merged(readers, marks, is_over=False)
-        for piece in pieces if self._tail is None else log_streams.last_of(pieces, self._tail):
+        for piece in log_streams.last_of(log_streams.merged(readers, marks, is_over=False), self._tail):
             self._show(piece)
         for stream, reader in readers.items():
             self._files.add(stream, reader)

@@ -267,13 +267,10 @@ def _print(
             streams = choice.streams_in(attempt, index)
             marks = log_streams.read_round_marks(attempt.round_dir(index), offsets_ns=offsets)
             _warn_without_times(streams, marks)
-            yield from log_streams.merged(
-                log_streams.readers_of(streams) if tail is None else log_streams.readers_of_last(streams, tail), marks
-            )
+            yield from log_streams.merged(log_streams.readers_of_last(streams, tail), marks)
 
-    pieces = read()
     before: log_streams.LogStream | None = None
-    for piece in pieces if tail is None else log_streams.last_of(pieces, tail):
+    for piece in log_streams.last_of(read(), tail):
         if len(rounds) > 1 and (before is None or before.round != piece.stream.round):
             printer.title(f"attempt {attempt.number}, round {piece.stream.round}")
         before = piece.stream

@@ -224,12 +224,6 @@ def _names_in(folder: Path) -> list[str]:
         raise UsageError(f"{folder} can't be read: {error.strerror}") from None
 
 
-def node_names(attempt: AttemptPaths) -> tuple[str, ...]:
-    value = read_json(attempt.attempt_json)
-    nodes = value.get("nodes") if not isinstance(value, str) else None
-    return tuple(str(node) for node in nodes) if isinstance(nodes, list) else ()
-
-
 def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
     """``n1,n[3-4]``, a hostlist of Slurm's, or ``0,2``, in Slurm's node order."""
     from hpc_elastic.output.log_streams import read_layouts
@@ -239,7 +233,9 @@ def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
         wanted = expand(text)
     except HostlistError as error:
         raise UsageError(f"--node {text}: {error.why}") from None
-    hosts = dict(enumerate(node_names(attempt)))
+    value = read_json(attempt.attempt_json)
+    names = value.get("nodes") if not isinstance(value, str) else None
+    hosts = dict(enumerate(map(str, names))) if isinstance(names, list) else {}
     if not hosts:
         hosts = {node: host for layout in read_layouts(attempt).values() for node, host in layout.hosts.items()}
     found: set[int] = set()

@@ -265,8 +265,8 @@ def readers_of(
     return readers
 
 
-def readers_of_last(streams: Sequence[LogStream], count: int) -> dict[LogStream, OutputReader]:
-    return readers_of(streams, lambda one: last_lines_place(one.path, count))
+def readers_of_last(streams: Sequence[LogStream], count: int | None) -> dict[LogStream, OutputReader]:
+    return readers_of(streams, lambda one: None if count is None else last_lines_place(one.path, count))
 
 
 def readers_around(
@@ -311,7 +311,9 @@ def _end_of_lines(data: bytes, count: int) -> int:
     return at
 
 
-def last_of(pieces: Iterable[StreamPiece], count: int) -> list[StreamPiece]:
+def last_of(pieces: Iterable[StreamPiece], count: int | None) -> Iterable[StreamPiece]:
+    if count is None:
+        return pieces
     last = _LastLines(count)
     for piece in pieces:
         last.add(piece)

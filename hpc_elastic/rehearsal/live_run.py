@@ -160,12 +160,10 @@ class LiveRun(ABC):
         self._files = SavedFiles(self.folders, names)
 
     @abstractmethod
-    def start(self) -> None:
-        pass
+    def start(self) -> None: ...
 
     @abstractmethod
-    def poll(self) -> int | None:
-        pass
+    def poll(self) -> int | None: ...
 
     @abstractmethod
     def injectors(self) -> Sequence[Injector | RemoteInjector]: ...
@@ -178,12 +176,10 @@ class LiveRun(ABC):
         """Announce the end of the job's time, as Slurm does by a signal to its batch script."""
 
     @abstractmethod
-    def restart(self) -> None:
-        pass
+    def restart(self) -> None: ...
 
     @abstractmethod
-    def end(self) -> None:
-        pass
+    def end(self) -> None: ...
 
     @abstractmethod
     def leftovers(self) -> list[str]:

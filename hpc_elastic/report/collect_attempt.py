@@ -162,8 +162,15 @@ class AttemptBuilder(Struct):
         return self.history.nodes[node] if 0 <= node < len(self.history.nodes) else f"node {node}"
 
     def build(self) -> AttemptHistory:
-        self._drop_repeated_departures()
-        self._explain_agent_failures()
+        # A node's own event stands in the round that it was in last; the coordinator's, in the one after it.
+        named = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
+        for begun in self.rounds.values():
+            begun.lost |= {node: loss for node, loss in begun.left.items() if node not in named}
+        # The supervisor saw an exit code; the n-th of those goes with the n-th event of that node's agents.
+        for node, reasons in self.own_reasons.items():
+            ends = [end for end in self.history.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
+            for end, why in zip(ends, reasons, strict=False):
+                end.why = why
         bad_ends = self.bad_ends
         for end in self.history.agent_ends:
             if end.code != 0 and (end.code is not None or end in self.replaced_ends):
@@ -213,19 +220,6 @@ class AttemptBuilder(Struct):
         silent = [node for node in sorted(self.missing) if node not in known and lasted >= _NEVER_JOINED_NS]
         never = partial(_seen_by_supervisor, cause="never_joined", reason="its agent was started but never reported")
         return [never(node=node, host=self.name_of(node), seen_ns=self.history.ended_ns or 0) for node in silent]
-
-    def _drop_repeated_departures(self) -> None:
-        """A node's own event stands in the round that it was in last; the coordinator's, in the one after it."""
-        named = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
-        for part in self.rounds.values():
-            part.lost |= {node: loss for node, loss in part.left.items() if node not in named}
-
-    def _explain_agent_failures(self) -> None:
-        """The supervisor saw an exit code; the n-th of those goes with the n-th event of that node's agents."""
-        for node, reasons in self.own_reasons.items():
-            mine = [end for end in self.history.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
-            for end, why in zip(mine, reasons, strict=False):
-                end.why = why
 
     def _complete(self, part: RoundHistory) -> None:
         after = self.rounds.get(part.index + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpc_elastic.base.text import clean_text, fit, plural, ranks_text
@@ -38,10 +38,6 @@ def describe_event(line: EventLine) -> str:
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    return ranks_text(sorted(ranks))
 
 
 def _silence(event: of_coordinator.NodeLost | of_coordinator.SpareLost) -> str:
@@ -94,7 +90,7 @@ def _not_committed(event: of_agent.CheckpointNotCommitted) -> str:
 
 
 def _output_lost(event: of_agent.OutputLost) -> str:
-    whose = f" of {_ranks({one.rank for one in event.streams})}" if event.streams else ""
+    whose = f" of {ranks_text([one.rank for one in event.streams])}" if event.streams else ""
     return f"{event.not_in_files} bytes{whose} are in no file, {event.not_in_job_log} not in the job log"
 
 
@@ -163,7 +159,7 @@ _SENTENCES: _Table = {
 }
 _OF_ROUND: _Table = {
     of_agent.RoundFinal: lambda e: (
-        f"{_ranks(e.ranks)} of {e.world_size}, node {e.group_rank} of {e.group_world_size}, "
+        f"{ranks_text(e.ranks)} of {e.world_size}, node {e.group_rank} of {e.group_world_size}, "
         f"master {e.master}, {e.restarts_used} of {e.max_restarts} restarts used"
     ),
     of_agent.CheckpointChosen: lambda e: (
@@ -191,8 +187,8 @@ _OF_ROUND: _Table = {
     of_agent.RunSlowEnded: lambda e: f"the run was slower than in its best hour for {e.seconds:.0f} s",
     of_agent.HangFound: lambda e: f"no heartbeat for {e.limit} s",
     of_agent.StacksTaken: lambda e: (
-        f"stacks of {_ranks(rank for group in e.groups for rank in group.ranks)} taken"
-        f"{f', none of {_ranks(e.silent)}' if e.silent else ''}"
+        f"stacks of {ranks_text([rank for group in e.groups for rank in group.ranks])} taken"
+        f"{f', none of {ranks_text(e.silent)}' if e.silent else ''}"
     ),
     of_agent.RanksObserved: lambda e: "; ".join(
         f"rank {one.rank} {'failed ' if one.failed else ''}{one.where}" for one in e.ranks

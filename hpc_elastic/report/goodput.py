@@ -197,7 +197,11 @@ class _Account:
         waited = _overlap(self._gaps, self._cursor, begin)
         idle = (begin - self._cursor) / 1e9 - waited
         ran = (stop - begin) / 1e9
-        within = min(ran, self._restarts_within(times))
+        restarts = {one.iteration: one for one in times.part.in_process if not one.gave_up}.values()
+        within = min(ran, sum(one.seconds for one in restarts))
+        for one in restarts:
+            what = describe_restart(one)
+            self._costs.append(Cost(attempt=times.attempt, round=times.part.index, what=what, seconds=one.seconds))
         lost = hung = 0.0
         if self._why_unknown:
             self._booked["training"] += ran - within
@@ -213,13 +217,6 @@ class _Account:
             recovered = bool(self._why_unknown) or times.steps is not None
             self._add_cost(self._last, idle + waited, waited, recovered=recovered, after=times)
         self._cursor, self._last, self._lost, self._hung = stop, times, lost, hung
-
-    def _restarts_within(self, times: RoundTimes) -> float:
-        by_iteration = {one.iteration: one for one in times.part.in_process if not one.gave_up}
-        for one in by_iteration.values():
-            what = describe_restart(one)
-            self._costs.append(Cost(attempt=times.attempt, round=times.part.index, what=what, seconds=one.seconds))
-        return sum(one.seconds for one in by_iteration.values())
 
     def _book_steps(self, times: RoundTimes, begin: int, stop: int, within: float) -> tuple[float, float, float]:
         """Book the time in which a round's workers ran.

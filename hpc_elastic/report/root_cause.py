@@ -90,7 +90,10 @@ def decide_verdict(part: RoundHistory, *, ranks: Mapping[int, str] | None = None
     else:
         verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
         missing = sorted(set(hosts) - {failure.global_rank for failure in (*causes, *consequences)})
-        if missing and _gave_up_waiting(first) and verdict.confidence is Confidence.HIGH:
+        found = find_python_traceback(first.traceback)
+        is_by_script = found is not None and bool(found.chain) and is_raised_by_script(found.chain[0])
+        gave_up = is_by_script and gave_up_waiting(first.headline)
+        if missing and gave_up and verdict.confidence is Confidence.HIGH:
             waited = f"{verdict.evidence}; it gave up waiting"
             if len(missing) < len(verdict.same_failure):
                 waited += f", and {ranks_text(missing)} did not fail: look there, too"
@@ -101,12 +104,6 @@ def decide_verdict(part: RoundHistory, *, ranks: Mapping[int, str] | None = None
             # The script may have made another exception of the connection that it lost.
             verdict = replace(verdict, confidence=Confidence.LOW, evidence=f"{verdict.evidence}. {look_at(early)}")
     return verdict if retryable else replace(verdict, retryable=False)
-
-
-def _gave_up_waiting(failure: WorkerFailure) -> bool:
-    found = find_python_traceback(failure.traceback)
-    by_script = found is not None and bool(found.chain) and is_raised_by_script(found.chain[0])
-    return by_script and gave_up_waiting(failure.headline)
 
 
 def _rank(failures: Sequence[WorkerFailure], clocks: Clocks) -> tuple[Ranking[WorkerFailure], dict[int, Moment]]:

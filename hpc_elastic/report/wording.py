@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
-from hpc_elastic.base.text import clean_line, first_of, plural, ranges, ranks_text, seconds_text, time_text
+from hpc_elastic.base.text import clean_line, first_of, plural, ranks_text, seconds_text, time_text
 from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.contrast import wrong_input
 from hpc_elastic.failures.failure_text import Frame
@@ -400,14 +400,10 @@ def describe_restart(restart: InProcessRestart) -> str:
     kinds: dict[str, list[int]] = {}
     for rank, kind in restart.interruptions:
         kinds.setdefault(kind, []).append(rank)
-    named = [f"{kind} on {_each(numbers)}" for kind, numbers in kinds.items()]
+    named = [f"{kind} on {ranks_text(numbers)}" for kind, numbers in kinds.items()]
     why = "; ".join(named[:_MOST_NAMES]) or "a fault"
-    fresh = f"; fresh process in place of {_each(restart.joined)}" if restart.joined else ""
+    fresh = f"; fresh process in place of {ranks_text(restart.joined)}" if restart.joined else ""
     return f"iteration {restart.iteration} after {restart.seconds:.2f} s: {why}{fresh}"
-
-
-def _each(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {ranges(numbers)}"
 
 
 def describe_fresh_starts(starts: Sequence[tuple[str, str]]) -> list[str]:
