@@ -85,12 +85,12 @@ class Clocks(Struct, frozen=True, kw_only=True):
 
     def around(self, moments: Sequence[tuple[int, int]]) -> Clocks:
         """The view that knows these moments (node, time since its boot) best: older measurements have grown old."""
-        some = moments[:_SOME]
-        return min(self._views, key=lambda view: sum(view._doubt(*moment) for moment in some), default=self)
 
-    def _doubt(self, node: int, uptime_ns: int) -> int:
-        bound = self.moment(node, 0, uptime_ns=uptime_ns).bound_ns
-        return 1 << 62 if bound is None else bound
+        def doubt(view: Clocks) -> int:
+            bounds = (view.moment(node, 0, uptime_ns=uptime_ns).bound_ns for node, uptime_ns in moments[:_SOME])
+            return sum(1 << 62 if bound is None else bound for bound in bounds)
+
+        return min(self._views, key=doubt, default=self)
 
     def moment(self, node: int | None, wall_ns: int, *, uptime_ns: int = 0) -> Moment:
         """Place an observation of a node, or of the `SUPERVISOR`, among the others.

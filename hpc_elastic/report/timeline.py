@@ -179,7 +179,12 @@ def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) 
     for part in parts:
         nodes = _node_rows(part, named)
         for item in part.attempt.rounds:
-            _add_ranks(part, item, ranks)
+            ends = {f.global_rank: part.failure_at(f) for f in item.failures if f.ended_ns}
+            there = part.by_round.get(item.index, {})
+            for node in (node for node in item.nodes if node.node in there and not ranks.keys().isdisjoint(node.ranks)):
+                for rank in ranks.keys() & node.ranks:
+                    spans = part.rank_spans(there[node.node], ends.get(rank))
+                    ranks[rank].add(part.attempt.number, spans, part.name(node.node))
             for entry in by_round.get((part.attempt.number, item.index), ()):
                 _mark(part, item, entry, nodes, ranks)
     for row in (*named.values(), *ranks.values()):
@@ -219,16 +224,6 @@ def _node_rows(part: PlacedAttempt, named: dict[str, Row]) -> dict[int, Row]:
     return rows
 
 
-def _add_ranks(part: PlacedAttempt, item: RoundHistory, rows: Mapping[int, Row]) -> None:
-    ends = {f.global_rank: part.failure_at(f) for f in item.failures if f.ended_ns}
-    there, wanted = part.by_round.get(item.index, {}), rows.keys()
-    for node in item.nodes:
-        if node.node in there and not wanted.isdisjoint(node.ranks):
-            for rank in wanted & node.ranks:
-                spans = part.rank_spans(there[node.node], ends.get(rank))
-                rows[rank].add(part.attempt.number, spans, part.name(node.node))
-
-
 def _mark(
     part: PlacedAttempt, item: RoundHistory, entry: Entry, nodes: Mapping[int, Row], ranks: Mapping[int, Row]
 ) -> None:
@@ -257,9 +252,7 @@ def _choose_ranks(parts: Sequence[PlacedAttempt], entries: Sequence[Entry], most
     if len(everybody) <= most:
         return tuple(sorted(everybody)), 0
     first: dict[int, int] = {}
-    for entry in entries:
-        for failure in entry.members:
-            order = IMPORTANCE[entry.kind]
-            first[failure.global_rank] = min(order, first.get(failure.global_rank, order))
+    for entry in sorted(entries, key=lambda one: -IMPORTANCE[one.kind]):
+        first |= dict.fromkeys((failure.global_rank for failure in entry.members), IMPORTANCE[entry.kind])
     order_of_all = sorted(everybody, key=lambda rank: (first.get(rank, len(IMPORTANCE)), rank))
     return tuple(sorted(order_of_all[:most])), len(everybody) - most
