@@ -27,7 +27,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump, look_at_process
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.output.pump import WorkerOutput
+from hpc_elastic.output.log_files import LogFile
 from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths
@@ -181,7 +181,8 @@ class WorkerSlot(Struct):
     cwd: str = ""
     exit: ExitStatus | None = None
     stopped_by_agent: bool = False
-    output: WorkerOutput | None = None
+    output: LogFile | None = None
+    """Its stderr."""
     early: WorkerFailure | None = None
     """Its failure as far as its output had come before the group was ended; None: not looked at, or out of reach."""
     is_looked_at: bool = False

@@ -292,7 +292,7 @@ class WorkerEvidence(Struct, eq=False):
 
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
         self.site.pump.drained(slot.process.pid, DRAIN_SECONDS)
-        if slot.output is not None and slot.output.is_stderr_empty:
+        if slot.output is not None and not slot.output.written:
             return None
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
             return None

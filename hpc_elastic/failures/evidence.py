@@ -52,7 +52,7 @@ _WHOLE_SECOND_NS = 1_000_000_000
 
 
 class Output(Protocol):
-    """The part of `output.pump.WorkerOutput` that evidence needs."""
+    """The part of `output.log_files.LogFile` that evidence needs."""
 
     @property
     def unwritten(self) -> bytes: ...

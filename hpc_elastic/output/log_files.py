@@ -35,7 +35,7 @@ class LogFile:
     __slots__ = (
         "_at", "_fd", "_limit", "_makes_empty", "_on_end", "_pieces", "_recent", "_retry_at", "_rotate_at", "_times",
         "_total", "_unsaid",
-        "failure", "kept", "on_loss", "path", "pending", "skipped", "written",
+        "failure", "on_loss", "path", "pending", "skipped", "unwritten", "written",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +54,7 @@ class LogFile:
         self.skipped = 0
         self.written = 0
         self.failure: str | None = None
-        self.kept = b""
+        self.unwritten = b""
         """The end of what was refused since the last bytes that were written; at most `_KEPT_BYTES`."""
         self.on_loss = on_loss
         self._limit = limit
@@ -96,7 +96,7 @@ class LogFile:
                 done += count
             self.failure = None
             if data:
-                self.kept = b""
+                self.unwritten = b""
         except (OSError, UnsafePathError) as error:
             self.failure = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             self._retry_at = now + _RETRY_S
@@ -112,7 +112,7 @@ class LogFile:
     def _lose(self, data: bytes) -> None:
         self._unsaid += len(data)
         if data:
-            self.kept = (self.kept + data)[-_KEPT_BYTES:]
+            self.unwritten = (self.unwritten + data)[-_KEPT_BYTES:]
             self.on_loss(len(data), self.failure or HANGS)
 
     def _open(self) -> None:

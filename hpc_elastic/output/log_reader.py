@@ -264,9 +264,6 @@ class FollowedFiles(Generic[K, T]):
         self._files: dict[K, _Followed[T]] = {}
         self._find_at = -math.inf
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._files
-
     def add(self, key: K, reader: Reader[T]) -> None:
         self._files[key] = _Followed(reader)
 

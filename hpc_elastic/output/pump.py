@@ -57,24 +57,6 @@ _SMALLEST_PIPE = 4096
 _F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
 
 
-class WorkerOutput:
-    def __init__(self, stderr: LogFile) -> None:
-        self._stderr = stderr
-
-    @property
-    def is_stderr_empty(self) -> bool:
-        return not self._stderr.written
-
-    @property
-    def unwritten(self) -> bytes:
-        """The end of its stderr that a full disk refused; nothing where none was."""
-        return self._stderr.kept
-
-    def printed_ns(self, before_end: int) -> int:
-        """It was printed at that time or after it, by 10 ms at most, and was read up to 20 ms late. 0: not known."""
-        return self._stderr.printed_ns(before_end)
-
-
 class HeldEnd(Struct):
     """The traceback at the end of a worker's stderr. The job log has it once its agent knows what it is worth."""
 
@@ -171,8 +153,8 @@ class LogPump:
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
         self._thread.start()
 
-    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> WorkerOutput:
-        """The files and their folder are made as needed, for our user alone."""
+    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> LogFile:
+        """Returns the file of its stderr; the files and their folder are made as needed, for our user alone."""
         pid, left = worker.pid, [STDOUT, STDERR]
         ended = self._outputs[pid] = threading.Event()
 
@@ -209,7 +191,7 @@ class LogPump:
                 duplicate = _Duplicate(path.with_name(f"filtered_{path.name}"), texts, prefix, self._limit)
             self._streams[fd] = _Stream(fd, file, account, duplicate, pid if std is Std.ERR else None)
             self._epoll.register(fd, select.EPOLLIN)
-        return WorkerOutput(file)  # of the last of the two: stderr
+        return file  # the last of the two: stderr
 
     def drained(self, pid: int, timeout: float) -> bool:
         """A descendant of the worker may hold the pipes open as long as it runs. True: all is in its files, or lost."""

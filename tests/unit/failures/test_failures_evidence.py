@@ -24,7 +24,7 @@ def facts(**changes: Any) -> WorkerFailure:
 
 @dataclass
 class Printed:
-    """Stands for `WorkerOutput`: a byte that is N before the end was printed at -N."""
+    """Stands for a `LogFile`: a byte that is N before the end was printed at -N."""
 
     unwritten: bytes = b""
     at_ns: int = 0

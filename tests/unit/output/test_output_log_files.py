@@ -178,7 +178,7 @@ def test_nobody_is_held_up_for_longer_than_stated(steps: list[tuple[float, int, 
 def test_the_end_of_what_a_full_disk_refuses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = _Watched(_folder(tmp_path) / "stderr.log")
     watched.write(b"before\n")
-    assert watched.file.kept == b""
+    assert watched.file.unwritten == b""
     write = os.write
 
     def full(fd: int, data: bytes) -> int:
@@ -186,14 +186,14 @@ def test_the_end_of_what_a_full_disk_refuses_is_kept(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(log_files.os, "write", full)
     watched.write(b"Traceback\n", b"ValueError: bad\n")
-    assert watched.file.kept == b"Traceback\nValueError: bad\n"
+    assert watched.file.unwritten == b"Traceback\nValueError: bad\n"
     watched.write(b"x" * 20_000)
-    assert watched.file.kept == b"x" * (16 << 10), "and no more than that"
+    assert watched.file.unwritten == b"x" * (16 << 10), "and no more than that"
     monkeypatch.setattr(log_files.os, "write", write)
     watched.file.finish()
-    assert watched.file.kept == b"x" * (16 << 10), "the note that stands in its place is no reason to forget it"
+    assert watched.file.unwritten == b"x" * (16 << 10), "the note that stands in its place is no reason to forget it"
     watched.write(b"after\n", now=100.0)
-    assert watched.file.kept == b""
+    assert watched.file.unwritten == b""
 
 
 def test_the_end_of_a_file_has_its_times(tmp_path: Path) -> None:
