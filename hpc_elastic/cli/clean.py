@@ -16,7 +16,7 @@ import click
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.text import plural
+from hpc_elastic.base.text import plural, size_text
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.list_runs import STATES, asked_states, folders_of_runs, states_of
 from hpc_elastic.cli.run_argument import RUN_HELP, RUNS_DIR, complete_runs, find_run_dir
@@ -83,9 +83,9 @@ def run(args: SimpleNamespace) -> int:
         states = {name for status in old.statuses for name in states_of(status)}
         if (wanted and not wanted & states) or old.age < older or old.size <= larger:
             continue
-        sys.stdout.write(one_line(f"{_size(old.size):>9}  {duration(old.age):>12} ago  {old.paths.root}") + "\n")
+        sys.stdout.write(one_line(f"{size_text(old.size):>9}  {duration(old.age):>12} ago  {old.paths.root}") + "\n")
         found.append(old)
-    total = f"{plural(len(found), 'run')}, {_size(sum(old.size for old in found))}"
+    total = f"{plural(len(found), 'run')}, {size_text(sum(old.size for old in found))}"
     if not found or args.dry_run:
         print_note(f"would remove {total}" if found else "no ended run matches; nothing is removed")
         return 0
@@ -172,12 +172,3 @@ def _bytes_in(folder: Path) -> int:
         except OSError:
             continue
     return total
-
-
-def _size(size: int) -> str:
-    amount, unit = float(size), "B"
-    for bigger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, bigger
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"

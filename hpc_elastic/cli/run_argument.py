@@ -15,13 +15,11 @@ from click.shell_completion import CompletionItem
 from msgspec import Struct
 
 from hpc_elastic.base.files import read_json
-from hpc_elastic.base.text import ranges
+from hpc_elastic.base.text import range_bounds, ranges
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR
 from hpc_elastic.run.paths import RUN_ID, AttemptPaths, RunPaths, attempt_number
-
-_ITEM = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?\Z", re.ASCII)
 
 
 class NumberSet(Struct, frozen=True):
@@ -37,14 +35,11 @@ class NumberSet(Struct, frozen=True):
 
 def parse_numbers(text: str, *, option: str) -> NumberSet:
     """Read ``3``, ``0-3,7``; raises UsageError for anything else."""
-    ranges = []
-    for item in text.replace(" ", "").split(","):
-        match = _ITEM.match(item)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
-        if match is None or first > last:
+    items = text.replace(" ", "").split(",")
+    for item in items:
+        if range_bounds(item) is None:
             raise UsageError(f"{option} {text}: {item or 'nothing'} is not a number or a range; write it as 0-3,7")
-        ranges.append((first, last))
-    return NumberSet(tuple(ranges), text)
+    return NumberSet(tuple(range_bounds(",".join(items)) or ()), text)
 
 
 def check_ranks(ranks: NumberSet, world_size: int, *, option: str, where: str) -> None:
