@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -84,7 +83,7 @@ def start_process(launch: Launch, files: FileExecutor) -> tuple[subprocess.Popen
                 program.CONFIG: json.dumps(config),
             },
             start_new_session=True,
-            preexec_fn=_default_signals,
+            preexec_fn=linux.reset_signals,
         )
     except OSError:
         ours.close()
@@ -117,16 +116,6 @@ def scripts_of(argv: Sequence[str], cwd: str) -> list[str]:
 
 def folder_of(argv: Sequence[str], cwd: str) -> str:
     return cwd if argv[2] == "-m" else os.path.dirname(os.path.realpath(os.path.join(cwd, argv[2])))
-
-
-def _default_signals() -> None:
-    """A signal that a nohup or the agent ignores is not ignored by the workers. Runs between fork and exec."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        try:
-            signal.signal(number, signal.SIG_DFL)
-        except (OSError, ValueError):
-            continue
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 class PendingFork:

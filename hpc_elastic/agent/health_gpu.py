@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_elastic.agent.health import GpuDevice, GpuFacts, still_held
 from hpc_elastic.base import codec
-from hpc_elastic.workers.tree import TAG_VARIABLE, Environ
+from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, look_at
 
 LIBRARY = "libnvidia-ml.so.1"
 _UNCORRECTED = 1  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED
@@ -192,18 +192,9 @@ def _is_of_others(pid: int) -> bool:
     except OSError:
         return False  # gone: the driver has not given its memory back yet
     own = os.environ.get(TAG_VARIABLE, "").rpartition(":")[0]
-    if not tag and _is_dead(pid):
-        return False
+    if not tag and ((proc := look_at(pid)) is None or proc.is_dead):
+        return False  # a process of which only its entry is left has an empty environment
     return not own or tag.rpartition(":")[0] != own
-
-
-def _is_dead(pid: int) -> bool:
-    """A process of which only its entry is left has an empty environment."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except (OSError, IndexError):
-        return True
 
 
 def _optional(nvml: ctypes.CDLL, name: str, *arguments: Any) -> bool:

@@ -95,6 +95,13 @@ def signal_main_thread(pid: int, signal_number: int) -> None:
     _check(_syscall(number, ctypes.c_int(pid), ctypes.c_int(pid), ctypes.c_int(signal_number)))
 
 
+def reset_signals() -> None:
+    """A signal that a nohup or the agent ignores is not ignored by the workers. Runs between fork and exec."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def close_from(first: int) -> None:
     if _syscall(_SYS_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0)) == 0:
         return

@@ -35,7 +35,6 @@ _LARGEST_PIPE = 1 << 20
 _ALL_PIPES = 16 << 20
 EXEC_WAIT_S = 5.0
 _LOST_STATUS = 255
-_ALL_SIGNALS = signal.valid_signals()
 _CPUS = "its CPUs"
 """Reported in place of a path."""
 
@@ -280,7 +279,7 @@ def output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, int
 def _fork(become: Callable[[], NoReturn]) -> int:
     """`become` raises nothing: it would go on as a second agent."""
     # Blocked across the fork: a handler of ours must not run in the child, where it would write into our wake-up pipe.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         with warnings.catch_warnings():
             if sys.version_info >= (3, 12):
@@ -328,9 +327,7 @@ def _become_worker(
         if inherited.file_limit is not None:
             hard = min(inherited.file_limit[1], resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # lowered meanwhile?
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(inherited.file_limit[0], hard), hard))
-        for number in _ALL_SIGNALS - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        linux.reset_signals()
         code, path = _exec_first(paths, argv, env)
     except OSError as error:
         code = error.errno or errno.EIO
