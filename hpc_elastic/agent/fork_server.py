@@ -98,7 +98,7 @@ class ForkServer(ProcessPart):
             watched=sorted(watched),
             cwd=spec.cwd,
             inherited=me.inherited,
-            folder=site.watch.folder,
+            folder=site.watch.pages.path,
             log_path=me.paths.root / f"fork-server-{me.node:05d}.log",
             pipe_bytes=pipe_bytes_for(size),
             preload_path=me.run.preload,

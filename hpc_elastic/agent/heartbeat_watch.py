@@ -173,10 +173,6 @@ class HeartbeatWatch:
         """The others went on without this node: its workers get no grace."""
         return self._lease is not None and self._lease.is_over
 
-    @property
-    def folder(self) -> Path | None:
-        return self.pages.path
-
     def begin(self, round_index: int, *, first_rank: int, count: int) -> None:
         self._began = now = self._clock.monotonic()
         self._furthest_before = max(self._furthest_before, self.furthest_step)

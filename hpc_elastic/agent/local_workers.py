@@ -82,7 +82,7 @@ class LocalWorkers:
         self._stopper: Stopper | None = None
         self._stop = StopRecord()
         self._held_locks: tuple[HeldLock, ...] = ()
-        self._recorders = FlightRecorders(self._watch.folder, round_index=site.round, clock=site.clock)
+        self._recorders = FlightRecorders(self._watch.pages.path, round_index=site.round, clock=site.clock)
         self.evidence = WorkerEvidence(site, self._stop, self._recorders)
         self.sockets = SocketWatch(site.clock)
         self._grace_since: float | None = None

@@ -161,7 +161,6 @@ class NodeCheckpoints:
         return start
 
     def neighbour(self) -> str:
-        """Address of the next node's agent; empty: none is known."""
         place = self.place
         return self._report((place.index + 1) % len(place.uids)).address if place and len(place.uids) > 1 else ""
 

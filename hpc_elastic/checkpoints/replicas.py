@@ -149,7 +149,6 @@ class ReplicaServer:
 
 
 def send_part(address: str, secret: bytes, part: NodePart, *, owner: str, folder: Path) -> None:
-    """Send a whole part to a neighbour. Raises OSError: it is not there, or does not take it."""
     host, _, port = address.rpartition(":")
     names = list(layout.walk(folder))
     files = [(name, (folder / name).stat().st_size) for name in names]
@@ -170,8 +169,6 @@ def send_part(address: str, secret: bytes, part: NodePart, *, owner: str, folder
 
 
 class Replicator:
-    """One node's side: what it sends, and on the first node which checkpoint is next. For one thread."""
-
     def __init__(self, local: Path, shared: Path, run_uid: str, send: Callable[[NodePart, Path], None]) -> None:
         """`send` raises OSError."""
         self._local, self._shared, self._run_uid, self._send = local, shared, run_uid, send

@@ -201,6 +201,5 @@ def _no_room(local: Path, what: str, room: int) -> OSError:
 
 
 def _start_name() -> str:
-    """Names one start of the workers, for all ranks alike."""
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     return "".join(f".{re.sub('[^A-Za-z0-9-]', '-', os.environ.get(name, ''))}" for name in names)

@@ -168,7 +168,6 @@ def read_arrivals(dump: str | bytes) -> dict[str, dict[str, Any]]:
 
 
 def _dump(own: str) -> None:
-    """Write what this process has recorded; without a process group that is nothing. Never raises."""
     try:
         c10d: Any = sys.modules["torch"]._C._distributed_c10d
         raw = c10d._dump_fr_trace_json()

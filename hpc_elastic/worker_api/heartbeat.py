@@ -17,32 +17,8 @@ from time import CLOCK_BOOTTIME, clock_gettime_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.worker_api.heartbeat_record import (
-    ASKS,
-    CHECKPOINT,
-    COLLECTIVES,
-    FILE_BYTES,
-    HAS_NOTICE,
-    IS_COUNTED,
-    LAST_STEP,
-    LEASE,
-    LOSS,
-    MAGIC,
-    MOST_SECTIONS,
-    NAME_LIMIT,
-    NO_STEP,
-    SETUP,
-    SPENT,
-    STEP,
-    TOTAL,
-    VARIABLE,
-    NoticeRecord,
-    is_section_name,
-    put_record,
-    read_notice,
-    read_record,
-    write_section,
-)
+from hpc_elastic.worker_api import heartbeat_record as page
+from hpc_elastic.worker_api.heartbeat_record import ASKS, HAS_NOTICE, IS_COUNTED, LAST_STEP, LEASE, SPENT, put_record
 from hpc_elastic.worker_api.lease import await_lease
 
 if TYPE_CHECKING:
@@ -50,8 +26,8 @@ if TYPE_CHECKING:
 
 _RETRY_NS = 1_000_000_000
 
-_CHECKPOINT = CHECKPOINT.encode()
-_names: dict[str, bytes] = {SETUP: SETUP.encode(), STEP: STEP.encode()}
+_CHECKPOINT = page.CHECKPOINT.encode()
+_names: dict[str, bytes] = {page.SETUP: page.SETUP.encode(), page.STEP: page.STEP.encode()}
 _inside = ThreadLocal()
 
 
@@ -132,7 +108,7 @@ class section:
         """
         self._name = _checked_name(name)
         self._step = None if step is None else _checked_step(step)
-        self._holds = NO_STEP
+        self._holds = page.NO_STEP
 
     def __enter__(self) -> section:
         stack = getattr(_inside, "stack", None)
@@ -174,9 +150,9 @@ def _checked_step(step: object) -> int:
 def _checked_name(name: object) -> bytes:
     if not isinstance(name, str):
         raise TypeError(f"heartbeat: a section's name must be text, not {type(name).__name__}")
-    if not is_section_name(name):
+    if not page.is_section_name(name):
         raise ValueError(
-            f"heartbeat: section={name!r} must be 1 to {NAME_LIMIT} ASCII letters, digits, '_', '-' and '.'"
+            f"heartbeat: section={name!r} must be 1 to {page.NAME_LIMIT} ASCII letters, digits, '_', '-' and '.'"
         )
     if len(_names) < 1000:
         return _names.setdefault(name, name.encode())
@@ -192,15 +168,15 @@ class _Reporter:
         self._lock_fd = -1
         self._pid = 0
         self._count = count(1)
-        self._step = NO_STEP
+        self._step = page.NO_STEP
         self._last_ns = 0
         self._last_section = b""
         self._intervals = 0
         self._longest_ns = 0
         self._checkpoints = 0
         self._saved_ns = 0
-        self._saved_step = NO_STEP
-        self._first_step = self._furthest = NO_STEP
+        self._saved_step = page.NO_STEP
+        self._first_step = self._furthest = page.NO_STEP
         self._first_ns = self._stepped_ns = self._checkpoint_ns = self._redone_ns = 0
         self._sections: dict[bytes, int] = {}
         self._stepper = 0
@@ -212,7 +188,7 @@ class _Reporter:
         self.has_begun = False
         self.journal: Journal | None = None
 
-    def read_notice(self) -> NoticeRecord | None:
+    def read_notice(self) -> page.NoticeRecord | None:
         """The heartbeats then show that this worker asks."""
         if not self.asks_for_notices:
             self.asks_for_notices = True
@@ -220,7 +196,7 @@ class _Reporter:
         if self._map is None:
             return None
         self._hold(clock_gettime_ns(CLOCK_BOOTTIME))
-        return read_notice(self._map)
+        return page.read_notice(self._map)
 
     def _hold(self, now: int) -> int:
         """The others may have gone on without this worker where the agent's lease is old. Returns the time."""
@@ -243,22 +219,22 @@ class _Reporter:
     def set_total(self, total: int) -> None:
         """`beat` comes first: it finds the page."""
         if total != self._total and self._map is not None:
-            TOTAL.write(self._map, _checked_step(total))
+            page.TOTAL.write(self._map, _checked_step(total))
             self._total = total
 
     def note_collectives(self, done: int, *, is_final: bool) -> bool:
-        if self.is_off or self._step != NO_STEP or _is_helper_process():
+        if self.is_off or self._step != page.NO_STEP or _is_helper_process():
             return False
         if done > 0 and (self._map is not None or self._open()):
             if done > self._collectives:
                 self._collectives, self._last_collective_ns = done, clock_gettime_ns(CLOCK_BOOTTIME)
                 self._first_collective_ns = self._first_collective_ns or self._last_collective_ns
             first, last = self._first_collective_ns, self._last_collective_ns
-            COLLECTIVES.write(self._map, self._collectives, first, last, is_final)
+            page.COLLECTIVES.write(self._map, self._collectives, first, last, is_final)
         return True
 
     def all_steps_done(self) -> None:
-        if self._step != NO_STEP and not self._has_notice:
+        if self._step != page.NO_STEP and not self._has_notice:
             self.set_total(self._step)
 
     def note_step(self, loss: object) -> None:
@@ -266,26 +242,26 @@ class _Reporter:
             # Any: a tensor of a library that is not imported here.
             number: Any = loss
             found = {} if loss is None else {"loss": float(number)}
-            self.journal.note(step=None if self._step == NO_STEP else self._step, **found)
+            self.journal.note(step=None if self._step == page.NO_STEP else self._step, **found)
 
     def set_loss(self, loss: float) -> None:
         """`beat` comes first: it finds the page."""
         if self._map is not None:
-            LOSS.write(self._map, loss)
+            page.LOSS.write(self._map, loss)
 
     def held_step(self, given: int | None) -> int:
         """The step that a checkpoint holds whose save this thread begins now; `NO_STEP`: it is not known."""
         if given is not None:
             return given
         if self.is_counted:
-            return NO_STEP
+            return page.NO_STEP
         # A thread that saves beside the training may come to it late: what it saves is older than the last step.
         is_known = self._stepper == get_ident() or get_native_id() == os.getpid()
-        return self._step if is_known else NO_STEP
+        return self._step if is_known else page.NO_STEP
 
     def forget_steps(self) -> None:
         self.is_counted = False
-        self._step = self._first_step = self._furthest = NO_STEP
+        self._step = self._first_step = self._furthest = page.NO_STEP
         self._first_ns = self._stepped_ns = 0
 
     def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: int | None = None) -> None:
@@ -297,8 +273,8 @@ class _Reporter:
         if self._last_section == b"checkpoint":
             self._checkpoint_ns += now - self._last_ns
         if section not in self._sections:
-            write_section(self._map, len(self._sections), section)
-            self._sections[section] = min(len(self._sections), MOST_SECTIONS)
+            page.write_section(self._map, len(self._sections), section)
+            self._sections[section] = min(len(self._sections), page.MOST_SECTIONS)
         if self._last_section:
             self._words[SPENT + self._sections[self._last_section]] += now - self._last_ns
         if step is not None:
@@ -318,7 +294,7 @@ class _Reporter:
             is_same = self._last_ns == self._saved_ns and saved <= self._saved_step + 1
             self._checkpoints += not (is_same and self._checkpoints)
             if self.journal is not None:
-                self.journal.note(saved=None if saved == NO_STEP else saved)
+                self.journal.note(saved=None if saved == page.NO_STEP else saved)
             self._saved_step = max(self._saved_step, saved)
             self._saved_ns = now
         if section == b"step" and self._last_section == b"step" and is_heartbeat:
@@ -339,7 +315,7 @@ class _Reporter:
         """Find the file, and take it for this process alone. Whatever is wrong with it: training goes on."""
         if self.is_off:
             return False
-        path = os.environ.get(VARIABLE)
+        path = os.environ.get(page.VARIABLE)
         if not path or _is_helper_process():
             self.is_off = True
             return False
@@ -367,15 +343,19 @@ class _Reporter:
         try:
             info = os.fstat(fd)
             # Another user who owns it could cut it off, and SIGBUS would kill this process.
-            if info.st_uid != os.geteuid() or info.st_size != FILE_BYTES or os.pread(fd, len(MAGIC), 0) != MAGIC:
+            if (
+                info.st_uid != os.geteuid()
+                or info.st_size != page.FILE_BYTES
+                or os.pread(fd, len(page.MAGIC), 0) != page.MAGIC
+            ):
                 raise ValueError("not a heartbeat's file of ours")
             try:
                 # Of this process, not of its children; the kernel takes it back when this process ends.
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 return False
-            mapped = mmap.mmap(fd, FILE_BYTES)
-            before = read_record(mapped[:])
+            mapped = mmap.mmap(fd, page.FILE_BYTES)
+            before = page.read_record(mapped[:])
             if before is not None:  # an earlier process of this worker's: ours is to be the newer record
                 self._count = count(before.count + 1)
             self._lock_fd, fd = fd, -1  # closing it would give the lock back
@@ -450,7 +430,7 @@ def count_optimizer_steps() -> None:
 
     The optimizer that steps most often counts: one of two that take turns. A forked child counts nothing.
     """
-    if os.environ.get(VARIABLE) and not reporter.has_begun:
+    if os.environ.get(page.VARIABLE) and not reporter.has_begun:
         _optimizer_steps.begin(sys.modules["torch.optim.optimizer"])
 
 
@@ -460,17 +440,17 @@ def note_collectives(done: int, *, is_final: bool = False) -> bool:
 
 
 def is_outside() -> bool:
-    return reporter.is_off or not os.environ.get(VARIABLE)
+    return reporter.is_off or not os.environ.get(page.VARIABLE)
 
 
 def notice_is_there() -> bool:
     """The agent does not learn of the look."""
     try:
-        fd = os.open(os.environ.get(VARIABLE, ""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(os.environ.get(page.VARIABLE, ""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        raw = os.pread(fd, FILE_BYTES, 0) if os.fstat(fd).st_uid == os.geteuid() else b""
+        raw = os.pread(fd, page.FILE_BYTES, 0) if os.fstat(fd).st_uid == os.geteuid() else b""
     finally:
         os.close(fd)
-    return len(raw) == FILE_BYTES and read_notice(raw) is not None
+    return len(raw) == page.FILE_BYTES and page.read_notice(raw) is not None

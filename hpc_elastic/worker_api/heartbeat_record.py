@@ -116,7 +116,6 @@ def put_record(buffer: bytearray | memoryview | object, *values: int | bytes) ->
 
 
 def read_record(raw: bytes) -> HeartbeatRecord | None:
-    """The newest whole record in the file's contents; None where there is none (yet)."""
     newest: tuple[Any, ...] = (0,)
     for start in _AT:
         body = raw[start + _CHECKSUM.size : start + _LENGTH]
@@ -141,7 +140,6 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
 
 class Cell:
     def __init__(self, at: int, numbers: str) -> None:
-        """`numbers`: their format, as `struct` has it."""
         self._at, self._numbers = at, struct.Struct(f"<{numbers}")
         self._end = at + _CHECKSUM.size + self._numbers.size
 
@@ -199,7 +197,6 @@ def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:
 
 
 def read_notice(buffer: bytes | memoryview | object) -> NoticeRecord | None:
-    """The notice in the file's contents; None where there is none, or it is just being written."""
     found = _NOTICE.read(buffer)
     return NoticeRecord(serial=found[0], deadline_ns=found[1], step=found[2]) if found and found[0] > 0 else None
 

@@ -75,7 +75,6 @@ class SignalMasks(Struct, frozen=True, kw_only=True):
     """Its pid as the process itself sees it, in its own pid namespace."""
 
     def catches(self, number: int) -> bool:
-        """The process has a handler for a signal, or waits for it."""
         return bool((self.caught | self.blocked) >> (number - 1) & 1)
 
 
@@ -99,7 +98,6 @@ def acts_on(number: int, pid: int) -> bool:
 
 
 def send_to_handler(pid: int, number: int, *, speaker: int) -> bool:
-    """Signal the processes of a worker that `choose_receivers` chooses. False: none catches it, or it has ended."""
     root = tree.look_at(pid)
     if root is None or root.is_dead:
         return False

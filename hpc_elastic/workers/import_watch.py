@@ -86,8 +86,6 @@ def _is_asked_by_this_package() -> bool:
 
 
 class ImportWatch:
-    """One server's. After an import with a fault there is no other one: the process ends."""
-
     def __init__(self, watched: set[str], libc: Any) -> None:
         """`watched`: variables that differ between workers, or between rounds; may grow."""
         self._watched = watched

@@ -245,7 +245,6 @@ class SignalQueue:
             self._hear(number)
 
     def hear_as(self, meant: signal.Signals, names: Iterable[str]) -> None:
-        """Count each of these signals as `meant` from now on."""
         for name in names:
             self._meant[signal.Signals[name]] = meant
             self._hear(signal.Signals[name])

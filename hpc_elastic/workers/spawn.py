@@ -40,8 +40,6 @@ _CPUS = "its CPUs"
 
 
 class Inherited(Struct, frozen=True, kw_only=True):
-    """The state that the user's shell handed down, and the workers must get back."""
-
     umask: int
     core_limit: tuple[int, int]
     """Soft and hard, as of `file_limit`."""
@@ -179,7 +177,6 @@ def prepare_agent_process() -> Inherited:
 
 
 def pipe_bytes_for(workers: int) -> int:
-    """How large the output pipes of each of `workers` workers may be: a power of two between 64 KiB and 1 MiB."""
     share = _ALL_PIPES // (2 * max(1, workers))
     return max(_DEFAULT_PIPE, min(_LARGEST_PIPE, 1 << (share.bit_length() - 1)))
 
@@ -403,7 +400,6 @@ def find_program(command: str, env: Mapping[str, str] | None = None) -> str | No
 
 
 def exec_failure(*, command: str, cwd: str, path: str, code: int, path_exists: bool) -> WorkerStartError:
-    """The error of a command that did not start; `path` is the file that was tried last, or the folder of a `cwd`."""
     if code == errno.EACCES and "/" not in command and not path_exists:
         code = errno.ENOENT  # not that file is forbidden, but a folder in PATH is closed to us
     text = os.strerror(code)

@@ -47,8 +47,6 @@ class Survivor(Struct, frozen=True, kw_only=True):
 
 
 class Stopped(Struct, frozen=True, kw_only=True):
-    """The group is gone, but for `left`."""
-
     exits: Mapping[int, ExitStatus]
     """Pid → exit. A worker in `left` has none, and was not released."""
     killed: int

@@ -155,14 +155,12 @@ def shell_command(line: str, *arguments: str) -> list[str]:
 
 
 def describe_end(end: CommandEnd) -> str:
-    """``exit code 3``; empty where it has not failed. Pure."""
     if end.is_late:
         return f"it had not ended after {end.seconds:.0f} s"
     return spawn.describe_exitcode(end.exitcode) if end.exitcode else ""
 
 
 def last_lines(output: bytes, most: int) -> list[str]:
-    """The last lines that are not empty, without what a terminal would act on. Pure."""
     printed = output.decode("utf-8", "replace").splitlines()
     lines = [_OWN_PLACE.sub("", line.rstrip()) for line in printed if line.strip()][-most:]
     return ["".join(char if char.isprintable() or char == "\t" else "?" for char in line)[:300] for line in lines]
