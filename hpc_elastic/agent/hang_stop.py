@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.hang import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED_FINGERPRINT
+from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED_FINGERPRINT
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import cut_middle

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import limit_without_progress
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
@@ -42,8 +41,14 @@ _RAS_SECONDS = 5
 _ANSWER_SECONDS = 20.0
 _BYTES_PER_RANK, _MOST_BYTES = 64 << 10, 64 << 20
 """An answer's room: 90 communicators of each rank; and the most of any."""
+LONGEST_FACTOR = 3.0
+"""Multiple of the run's own longest pause so far that is no hang."""
 _LIBRARY = r"\S*/libnccl\.so\S*"
 _NUMBERS = r"(\d+)\.(\d+)\.(\d+)"
+
+
+def limit_without_progress(longest: float, least: float) -> float:
+    return max(least, LONGEST_FACTOR * longest)
 
 
 class NotOursError(HpcElasticError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.host_facts import kernel_fields, kernel_text
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.option_values import NumaBinding
@@ -179,8 +180,7 @@ def _gpus(system: Path, driver: Path, devices: Path, *, has_one_node: bool) -> d
     """The GPUs that this job may open, by UUID, in the order of their PCI addresses."""
     found = {}
     for folder in sorted(driver.glob("*:*")):
-        lines = (line.partition(":") for line in _text(folder / "information").splitlines())
-        facts = {name.strip(): value.strip() for name, _, value in lines}
+        facts = kernel_fields(str(folder / "information"))
         if not os.access(devices / f"nvidia{facts.get('Device Minor', '')}", os.R_OK | os.W_OK):
             continue
         text = _text(system / "bus/pci/devices" / folder.name.lower() / "numa_node")
@@ -215,7 +215,4 @@ def _cpu_list(text: str) -> frozenset[int]:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    return kernel_text(str(path)).strip()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -20,6 +19,17 @@ from hpc_elastic.rendezvous.state import KILLED, FailureMemory, HangMark, NodeFa
 if TYPE_CHECKING:
     from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
     from hpc_elastic.agent.local_workers import LocalWorkers
+
+HANG_FINGERPRINT = "hang:"
+STOPPED_FINGERPRINT = "hang:stopped"
+KERNEL_FINGERPRINT = "hang:kernel"
+"""A worker sat in the kernel, where no signal reached it."""
+
+
+def may_be_a_bug(fingerprint: str) -> bool:
+    """A process that is stopped from outside, or a mount that hangs, is no bug in the script."""
+    return bool(fingerprint) and fingerprint not in (STOPPED_FINGERPRINT, KERNEL_FINGERPRINT)
+
 
 PROGRESS_SECONDS = 600.0
 """Workers that ran this long made progress, where neither steps nor `--restart-window` decide that."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpc_elastic.agent.hang import HANG_FINGERPRINT
+from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.self_command import module_command

@@ -6,8 +6,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import HANG_FINGERPRINT, may_be_a_bug
-from hpc_elastic.agent.restart_policy import made_progress
+from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT, made_progress, may_be_a_bug
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.agent.hang_stop import HungWorker, WorkerSlot, describe_hang, read_stacks
 from hpc_elastic.agent.part import Condemned, GroupSite
+from hpc_elastic.agent.restart_policy import may_be_a_bug
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, Whereabouts

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent import hang_detector, nccl_watch
-from hpc_elastic.agent.hang import Counts
-from hpc_elastic.agent.hang_detector import HangDetector
+from hpc_elastic.agent.hang_detector import Counts, HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_watch import NcclStall, NcclWatch, StallFound, judge_stall, open_call
 from hpc_elastic.base import codec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.hang import HANG_FINGERPRINT
+from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.hooks import FailureNotice
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, Members, RoundRecord, Status
