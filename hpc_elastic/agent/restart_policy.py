@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass, Ranking
@@ -108,20 +109,14 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
 
 
 def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, ...]:
-    found = {failure.node: failure for failure in failures}
-    return nodes_apart(
-        NodeFailures(node=member.node, workers=member.local_world_size)
-        if (failure := found.get(member.node)) is None
-        else NodeFailures(
-            node=member.node,
-            workers=member.local_world_size,
-            alike=failure.alike,
-            fingerprint=failure.fingerprint,
-            waited=failure.waited,
-            passed=failure.failure_class == FailureClass.SYMPTOM.value,
-        )
-        for member in record.members
-    )
+    found = {member.node: NodeFailures(node=member.node, workers=member.local_world_size) for member in record.members}
+    for one in failures:
+        if one.node in found:
+            passed, plain = one.failure_class == FailureClass.SYMPTOM.value, found[one.node]
+            found[one.node] = replace(
+                plain, alike=one.alike, fingerprint=one.fingerprint, waited=one.waited, passed=passed
+            )
+    return nodes_apart(found.values())
 
 
 def _is_of_one_node(record: RoundRecord, failures: Sequence[NodeFailure], cause: NodeFailure) -> bool:

@@ -49,8 +49,8 @@ def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[i
     """The inode, and its owner's uid, of the socket at the other end of a connection within this host."""
     ends = connection.getpeername()[:2], connection.getsockname()[:2]
     for name in ("tcp", "tcp6"):
-        for own, other, inode, fields in _rows(kernel_text(f"{proc}/self/net/{name}")):
-            if (own, other) == ends and inode:
+        for own, inode, fields in _rows(kernel_text(f"{proc}/self/net/{name}")):
+            if inode and own == ends[0] and _address(fields[2]) == ends[1]:
                 return inode, int(fields[7])
     return None
 
@@ -110,16 +110,16 @@ def parse_table(text: str) -> dict[int, Address]:
     listens = f"{_LISTENS:02X}"
     return {
         inode: own
-        for own, _, inode, fields in _rows(text)
+        for own, inode, fields in _rows(text)
         if inode and not (fields[3] == listens and not fields[1].partition(":")[0].strip("0"))
     }
 
 
-def _rows(text: str) -> Iterator[tuple[Address, Address, int, list[str]]]:
+def _rows(text: str) -> Iterator[tuple[Address, int, list[str]]]:
     for line in text.splitlines()[1:]:
         fields = line.split()
         with suppress(IndexError, ValueError, OSError):
-            yield _address(fields[1]), _address(fields[2]), int(fields[9]), fields
+            yield _address(fields[1]), int(fields[9]), fields
 
 
 def _address(text: str) -> Address:
