@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.files import read_bytes, sole_owner, write_private
+from hpc_elastic.base.files import sole_owner, write_private
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.run_argument import (
     LAST_HELP,
@@ -44,7 +44,7 @@ from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, with_end
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.run.paths import RankPaths, RunPaths
+from hpc_elastic.run.paths import RunPaths
 
 _CLEAR = "\x1b[H\x1b[2J"
 _FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)
@@ -169,13 +169,7 @@ def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> s
     where = f"run {history.run_id}" if attempt is None else f"attempt {attempt} of run {history.run_id}"
     check_ranks(ranks, size, option="--rank", where=where)
 
-    def stacks(paths: RankPaths) -> str:
-        try:
-            return read_bytes(paths.stacks, limit=256 << 10).decode("utf-8", "backslashreplace")
-        except (OSError, UnsafePathError):
-            return ""
-
-    return render_ranks(history, ranks.within(range(size)), attempt=attempt, everywhere=args.all, stacks=stacks)
+    return render_ranks(history, ranks.within(range(size)), attempt=attempt, everywhere=args.all)
 
 
 def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:

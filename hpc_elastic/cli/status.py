@@ -177,71 +177,67 @@ def status_lines(
     job_id = status.job_id or (job.job_id if job is not None else None)
     where += f", job {job_id}" if job_id else ""
     where += f" on cluster {job.cluster}" if job is not None and job.cluster else ""
-    lines = [f"run {status.run_id}: {status.state.value}{where}"]
-
-    def put(name: str, text: str) -> None:
-        lines.append(f"  {name:<9}: {one_line(text)}")
-
-    if job is not None:
-        put("slurm", _slurm(job, seconds_left))
-    if spent := _time(status, now_ns):
-        put("time", spent)
-    because = f": {status.reason}" if status.reason else ""
-    if status.state is RunState.ENDED:
-        put("ended", f"{outcome_text(status.outcome, status.reason)} (exit code {status.exit_code}){because}")
-    elif status.state is RunState.REQUEUED:
-        put("requeued", f"{outcome_text(status.outcome, status.reason)}{because}")
-        if job is not None and job.phase is JobPhase.FINISHED:
-            put("but", f"the job has ended without its requeue; to requeue it: hpc-elastic requeue {job_id}")
-    elif status.state is RunState.ENDING:
-        put("ending", status.reason)
-    if status.round is not None and status.members:
-        numbers = f"{len(status.members)} nodes, {status.workers} workers"
-        put("round", f"{status.round}: {numbers}: {names_text(status.members)}")
-    elif status.round is not None and status.state is RunState.MEETING:
-        put("round", f"{status.round}: nodes are joining")
-    if status.lost:
-        put("lost", names_text(status.lost))
-    if status.bad_nodes:
-        put("left out", names_text(status.bad_nodes))
-    if differ := _differ(status, job):
-        put("differs", differ)
-    if status.waiting:
-        put("waiting", f"{status.waiting} nodes that want to join")
-    if status.opened_because:
-        put("because", status.opened_because)
+    ended, differ = status.state is RunState.ENDED, _differ(status, job)
+    fields: list[tuple[str, str]] = [
+        ("slurm", _slurm(job, seconds_left) if job is not None else ""),
+        ("time", _time(status, now_ns)),
+        *_end(status, job, job_id),
+        ("round", _round(status)),
+        ("lost", names_text(status.lost)),
+        ("left out", names_text(status.bad_nodes)),
+        ("differs", str(differ) if differ else ""),
+        ("waiting", f"{status.waiting} nodes that want to join" if status.waiting else ""),
+        ("because", status.opened_because),
+    ]
     if status.steps is not None:
         name = "steps" if status.progress is not ProgressSource.COLLECTIVES else "progress"
-        put(name, _steps(status.steps, has_ended=status.state is RunState.ENDED))
-        if status.state is not RunState.ENDED:
-            put("saved", _saved(status.steps))
+        fields += [(name, _steps(status.steps, has_ended=ended)), ("saved", "" if ended else _saved(status.steps))]
     if goodput is not None:
         from hpc_elastic.report.goodput import goodput_text
 
         name, _, text = goodput_text(goodput).partition(": ")
-        put(name.lower(), text)
-    if status.suspicion:
-        put("hangs?", status.suspicion)
-    for slow in status.slow_ranks:
-        put("slow", str(slow))
-    if status.slow_pace is not None:
-        put("slow", str(status.slow_pace))
-    if status.output is not None:
-        put("output", _output(status.output, status.resting))
+        fields.append((name.lower(), text))
+    fields += [
+        ("hangs?", status.suspicion),
+        *(("slow", str(slow)) for slow in status.slow_ranks),
+        ("slow", str(status.slow_pace) if status.slow_pace is not None else ""),
+        ("output", _output(status.output, status.resting) if status.output is not None else ""),
+    ]
     if status.preload is not None:
         left_out = f"; {len(status.preload.left_out)} left out" if status.preload.left_out else ""
         learned = f"{len(status.preload.learned)} modules learned from workers"
-        put("preload", f"{', '.join(status.preload.modules)}; {learned}{left_out} (--preload lists them)")
-    put("used", f"{status.restarts_used} of {status.max_restarts} restarts in this attempt, "
-        f"{status.requeues_used} of {status.max_requeues} requeues")  # fmt: skip
-    if status.job_log:
-        put("log", status.job_log)
-    if status.rank_logs:
-        put("rank logs", status.rank_logs)
-    put("directory", status.run_dir)
-    if status.problem:
-        put("problem", status.problem)
-    return lines
+        fields.append(("preload", f"{', '.join(status.preload.modules)}; {learned}{left_out} (--preload lists them)"))
+    restarts = f"{status.restarts_used} of {status.max_restarts} restarts in this attempt"
+    fields += [
+        ("used", f"{restarts}, {status.requeues_used} of {status.max_requeues} requeues"),
+        ("log", status.job_log),
+        ("rank logs", status.rank_logs),
+        ("directory", status.run_dir),
+        ("problem", status.problem),
+    ]
+    lines = [f"  {name:<9}: {one_line(text)}" for name, text in fields if text]
+    return [f"run {status.run_id}: {status.state.value}{where}", *lines]
+
+
+def _end(status: RunStatus, job: JobState | None, job_id: str | None) -> list[tuple[str, str]]:
+    because = f": {status.reason}" if status.reason else ""
+    outcome = outcome_text(status.outcome, status.reason)
+    if status.state is RunState.ENDED:
+        return [("ended", f"{outcome} (exit code {status.exit_code}){because}")]
+    if status.state is RunState.REQUEUED:
+        is_gone = job is not None and job.phase is JobPhase.FINISHED
+        way_out = f"the job has ended without its requeue; to requeue it: hpc-elastic requeue {job_id}"
+        return [("requeued", f"{outcome}{because}"), ("but", way_out if is_gone else "")]
+    return [("ending", status.reason if status.state is RunState.ENDING else "")]
+
+
+def _round(status: RunStatus) -> str:
+    if status.round is None:
+        return ""
+    if status.members:
+        numbers = f"{len(status.members)} nodes, {status.workers} workers"
+        return f"{status.round}: {numbers}: {names_text(status.members)}"
+    return f"{status.round}: nodes are joining" if status.state is RunState.MEETING else ""
 
 
 def status_json(

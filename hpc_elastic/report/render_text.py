@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import TextWrapper
 
 from msgspec.structs import replace
 
+from hpc_elastic.base.files import read_bytes
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import clean_line, clean_lines, duration, fit, plural, ranks_text, time_text
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.failures.excerpt import fold_repeats, make_excerpt
 from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -20,7 +22,7 @@ from hpc_elastic.report.document import Document, Fact, Finding, choose_subject
 from hpc_elastic.report.goodput import Cost, Goodput, cost_text, describe_progress, goodput_text, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.verdict import Confidence
-from hpc_elastic.run.paths import RankPaths, RunPaths
+from hpc_elastic.run.paths import RunPaths
 
 DEFAULT_LINES = 40
 DEFAULT_WIDTH = 120
@@ -333,9 +335,6 @@ def fit_traceback(line: str, width: int) -> str:
     return f"{match[1]}...{cut[start:]}{match[3]}" if start >= 0 else fit(line, width)
 
 
-ReadStacks = Callable[[RankPaths], str]
-
-
 def world_size(history: RunHistory, *, attempt: int | None) -> int:
     """How many ranks there were at most; 0: not known."""
     rounds = [part for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
@@ -350,7 +349,6 @@ def render_ranks(
     *,
     attempt: int | None = None,
     everywhere: bool = False,
-    stacks: ReadStacks = lambda paths: "",
 ) -> str:
     """`everywhere`: of all rounds, not of the one that the report is about, or the newest where nothing failed."""
     rounds = [(item, part) for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
@@ -362,7 +360,7 @@ def render_ranks(
         chosen = chosen or rounds[-1:]
     if not chosen:
         return "no round has begun: nothing is known of any rank\n"
-    lines = [line for item, part in chosen for line in _ranks_of_round(history, item, part, ranks, stacks)]
+    lines = [line for item, part in chosen for line in _ranks_of_round(history, item, part, ranks)]
     others = [part for _, part in rounds if not any(part is other for _, other in chosen)]
     elsewhere = [failure for part in others for failure in part.failures if failure.global_rank in ranks]
     if elsewhere:
@@ -371,7 +369,7 @@ def render_ranks(
 
 
 def _ranks_of_round(
-    history: RunHistory, attempt: AttemptHistory, part: RoundHistory, ranks: Sequence[int], stacks: ReadStacks
+    history: RunHistory, attempt: AttemptHistory, part: RoundHistory, ranks: Sequence[int]
 ) -> list[str]:
     lines = ["=" * _RULE, f"Attempt {attempt.number}, round {part.index}"]
     failures = {failure.global_rank: failure for failure in part.failures}
@@ -384,7 +382,10 @@ def _ranks_of_round(
         lines += _failed(failure, shown) if failure is not None else _well(part, rank)
         output = paths.output if paths.records.exists() and not place.root.is_dir() else place.root
         lines.append(text_field("output", clean_line(str(output))))
-        text = stacks(place)
+        try:
+            text = read_bytes(place.stacks, limit=256 << 10).decode("utf-8", "backslashreplace")
+        except (OSError, UnsafePathError):
+            text = ""
         if text.strip():
             lines += [text_field("stacks", "of all its threads:"), *(f"    {line}" for line in clean_lines(text))]
     return lines
