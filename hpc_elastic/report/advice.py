@@ -57,11 +57,9 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     restart_parts: tuple[RestartPart, ...] = ()
     queued: int = 0
     time_limits: int = 0
-    """How often it went on in another job because of a time limit."""
     time_limit_seconds: float = 0.0
     """Queue, start and steps that were done again included."""
     longest_step: float | None = None
-    """Seconds between two heartbeats."""
     step_timeout: float | None = None
     could_fork: bool = True
 

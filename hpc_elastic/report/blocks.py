@@ -73,7 +73,6 @@ class RanksLine(NamedTuple):
     ranks: tuple[int, ...]
     text: str
     details: tuple[RanksLine, ...] = ()
-    """Shown where everything is."""
     stack: tuple[str, ...] = ()
     """All of it where `text` has its end, innermost call last."""
 

@@ -45,7 +45,6 @@ class HostOffset(Struct, frozen=True, kw_only=True):
     offset_ns: int
     """Subtract it from the host's times."""
     bound_ns: int
-    """The offset's error, either way."""
     measured: bool = True
     """False: concluded from the rounds."""
 
@@ -93,10 +92,7 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return min(self._views, key=doubt, default=self)
 
     def moment(self, node: int | None, wall_ns: int, *, uptime_ns: int = 0) -> Moment:
-        """Place an observation of a node, or of the `SUPERVISOR`, among the others.
-
-        Its time since its boot is concluded from the wall clock where `uptime_ns` is 0.
-        """
+        """Its time since its boot is concluded from the wall clock where `uptime_ns` is 0."""
         key = (node, wall_ns, uptime_ns)
         found = self._found.get(key)
         if found is None:
@@ -170,10 +166,7 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return found
 
     def on_axis_of(self, before: tuple[int, int] | None) -> Clocks:
-        """The same by the wall clock of an earlier attempt, where the reference's was set since then.
-
-        `before`: what `axes` said of the reference's host then.
-        """
+        """`before`: what `axes` said of the reference's host in an earlier attempt; its clock was set since then."""
         if self.reference is None or before is None:
             return self
         (first, _), (_, ahead) = self._walls[self.reference][0], self._walls[self.reference][-1]
@@ -188,7 +181,6 @@ NO_CLOCKS = Clocks()
 class ClocksBuilder:
     def __init__(self) -> None:
         self._samples: list[tuple[int, ClockCompared]] = []
-        """Each with its node."""
         self._hosts: dict[int, str] = {}
 
     def take(self, line: EventLine) -> None:
@@ -287,16 +279,7 @@ SUSPECT_NS = 90 * 1_000_000_000
 
 
 def node_offsets(finals: Iterable[Mapping[int, int]], *, clocks: Clocks) -> dict[int, HostOffset]:
-    """How far each node's wall clock is off in one attempt; a node that is not there is trusted.
-
-    Where offsets were measured they are used. Elsewhere clocks are trusted, but for one that contradicts the others:
-    all nodes learn within a minute at most that a round is final, so a clock that shows that later, or earlier, in
-    every round by more than that is set wrong by about as much.
-
-    Args:
-        finals: For each round, node → when it learned that the round is final, by its own wall clock.
-        clocks: What was measured.
-    """
+    """Clocks that were not measured are trusted, but for one that contradicts the others by as much in every round."""
     found = dict(clocks.offsets)
     deviations: dict[int, list[int]] = {}
     for final in finals:
@@ -316,11 +299,7 @@ def node_offsets(finals: Iterable[Mapping[int, int]], *, clocks: Clocks) -> dict
 
 
 def read_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
-    """Node → how far its wall clock is ahead, nanoseconds; a node that is not there is trusted.
-
-    Where the agents measured it, so far; else what the rounds show. A clock that may as well be right, within the
-    measurement's bound, is trusted: on a busy host a correction would turn around what agreeing clocks have in order.
-    """
+    """Nanoseconds. A clock that may as well be right, within the measurement's bound, is trusted, and is not there."""
     finals: dict[int, dict[int, int]] = {}
     clocks = ClocksBuilder()
     kinds: set[type[RunEvent]] = {*OF_CLOCKS, RoundFinal}

@@ -257,11 +257,7 @@ class AttemptBuilder(Struct):
         return replace(loss, host=host, detail=detail)
 
     def _dead_agents(self, part: RoundHistory) -> Iterator[NodeLoss]:
-        """Agents that died in this round and were started again: no coordinator reports them as lost nodes.
-
-        No clocks compared: such a node took part, reported no end of it, and takes part in a later round. The n-th of
-        its rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
-        """
+        """No clocks compared: the n-th round of a node without an end goes with the n-th bad end of its agent."""
         known = {loss.node for loss in part.lost_nodes}
         for node in part.nodes if self.bad_ends else ():
             for index, end in zip(self.cut_short.get(node.node, ()), self.bad_ends.get(node.node, ()), strict=False):

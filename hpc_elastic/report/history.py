@@ -149,7 +149,6 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     step: int | None
     section: str
     age: float
-    """Seconds since, when it was reported."""
     reported_ns: int = field(name="told_ns")
     counted_steps: int | None = None
     """Steps of its optimizer in this round, where the script reports none."""
@@ -305,8 +304,6 @@ class AttemptHistory(Struct, kw_only=True):
 
 
 class RunHistory(Struct, frozen=True, kw_only=True):
-    """Everything that a run directory holds about failures."""
-
     run_id: str
     run_dir: str
     name: str

@@ -211,8 +211,6 @@ def _clocks(parts: Sequence[PlacedAttempt]) -> dict[str, Any]:
 
 
 class TextRoom(Struct):
-    """How many characters of tracebacks the page still takes."""
-
     left: int = TRACEBACK_TOTAL
     refused: int = 0
 

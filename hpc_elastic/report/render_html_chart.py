@@ -154,7 +154,6 @@ def _path(name: str, heights: Sequence[int], runs: Sequence[Sequence[int]]) -> s
 
 
 def draw_chart(parts: Sequence[PlacedAttempt], timeline: Timeline, *, shown: frozenset[int]) -> dict[str, Any]:
-    """Draw a run; `shown`: numbers of the entries that have a place in the page, to which marks lead."""
     axis = make_axis([(part.attempt.number, part.start_ns, part.end_ns) for part in parts])
     every = (*timeline.nodes, *timeline.ranks)
     spans = sum(len(row.spans) for row in every)
@@ -190,7 +189,6 @@ def draw_chart(parts: Sequence[PlacedAttempt], timeline: Timeline, *, shown: fro
 
 
 def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Rows that went through the same, as one: the picture is the first one's."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         # Nodes are alike whether they noticed another one's failure or were stopped before.

@@ -49,10 +49,7 @@ def render_json(document: Document) -> dict[str, Any]:
 
 
 def json_report(document: Document) -> str:
-    """report.json's text: an object of `render_json`'s, with a line for each round.
-
-    Of a large run the rounds are nearly all of it, and an indented text takes the encoder four times as long.
-    """
+    """A line for each round: an indented text takes the encoder four times as long."""
     value = render_json(document)
     attempts = value.pop("attempts")
     parts = [f'{json_text(value)[:-1]},\n"attempts": [']
@@ -66,10 +63,7 @@ def json_report(document: Document) -> str:
 
 
 def _values(record: object, *names: str, null: tuple[str, ...] = (), **other: Any) -> dict[str, Any]:
-    """A record's fields, or those that are named. `null`: further texts that are null where they are empty.
-
-    `other`: what is written beside them, or in place of them.
-    """
+    """`null`: further texts that are null where they are empty. `other`: written beside fields, or in their place."""
     value: dict[str, Any] = to_builtins({name: getattr(record, name) for name in names} if names else record)
     value |= {name: list(item) for name, item in value.items() if type(item) is tuple}
     value |= {name: None for name in (*_NULLABLE, *null) if value.get(name) == ""}

@@ -199,10 +199,7 @@ def _bad_nodes(document: Document, width: int, *, cap: int | None) -> list[str]:
 
 
 def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
-    """One line per attempt and round; rounds that went alike share one.
-
-    Where `cap` leaves no room for all, the last rounds are kept, and an attempt without rounds names its last failure.
-    """
+    """The last rounds are kept where `cap` leaves no room; an attempt without rounds names its last failure."""
     if not document.attempts:
         return []
     only = document.attempts[0].attempt
@@ -305,7 +302,6 @@ def _goodput_text(document: Document) -> str:
 
 
 def _fill(lead: str, text: str, width: int, *, indent: int) -> list[str]:
-    """The words of a text behind `lead`, in lines that are indented from the second on; no path is broken."""
     wrapper = TextWrapper(width, lead, " " * indent, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text) or [lead]
 
@@ -336,7 +332,6 @@ def fit_traceback(line: str, width: int) -> str:
 
 
 def world_size(history: RunHistory, *, attempt: int | None) -> int:
-    """How many ranks there were at most; 0: not known."""
     rounds = [part for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
     known = [part.world_size or 0 for part in rounds]
     seen = [1 + failure.global_rank for part in rounds for failure in part.failures]

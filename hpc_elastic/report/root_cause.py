@@ -57,10 +57,7 @@ _SIGN_NS = 1_000_000_000
 
 
 def decide_verdict(part: RoundHistory, *, ranks: Mapping[int, str] | None = None) -> Verdict:
-    """Name the root cause among the failures of one round.
-
-    Each lost node is a candidate at the time of its last sign. `ranks`: rank → host, where it is known.
-    """
+    """Each lost node is a candidate at the time of its last sign. `ranks`: rank → host, where it is known."""
     failures, clocks = part.failures, part.clocks
     ranking, when = _rank(failures, clocks)
     causes, symptoms, first = _lost_peer_last(ranking.causes, when), ranking.symptoms, ranking.first

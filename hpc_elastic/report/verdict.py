@@ -98,7 +98,6 @@ def of_worker(
     candidates: Iterable[WorkerFailure] = (),
     **more: Any,
 ) -> Verdict:
-    """The verdict with what its worker's failure says; `more`: further fields."""
     return Verdict(
         cause=cause,
         confidence=confidence,
@@ -195,10 +194,7 @@ class RanksKnown(NamedTuple):
         return self.suspects(found)
 
     def late_ends(self, first: Moment) -> tuple[Suspect, ...]:
-        """The ranks that ended with 0 soon after the first symptom.
-
-        A process that ends closes its sockets, by which its peers fail within milliseconds, long before it has ended.
-        """
+        """A process that ends closes its sockets, by which its peers fail, long before it has ended."""
         return self.suspects(
             (end.rank, f"it ended with 0 at about the same time (seen {seconds_text(-gap / 1e9)} later){_logged(end)}")
             for gap, is_later, end in self._ends_with_0(first)
