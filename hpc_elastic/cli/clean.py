@@ -40,7 +40,6 @@ class OldRun(Struct, frozen=True, kw_only=True):
     paths: RunPaths
     statuses: tuple[RunStatus, ...]
     size: int
-    """Bytes on the disk."""
     age: float
     """Seconds since its end, or since its last change where its end is not known."""
 
@@ -62,7 +61,6 @@ NOTE = f"RUN: only these: {RUN_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Show, ask, remove. Returns 0; 1 where something could not be removed."""
     older = 0.0
     if args.older_than is not None:
         match = _AGE.match(args.older_than)

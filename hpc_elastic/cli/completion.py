@@ -36,8 +36,6 @@ def answer_shell() -> NoReturn:
 
 
 class _Subcommands(click.Group):
-    """The subcommands as click has them: only the one that is completed is imported."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_SUBCOMMANDS)
 

@@ -60,7 +60,6 @@ OPTIONS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check, and print a line each. Returns 0, or 1 where there is a problem."""
     clock, env = SystemClock(), os.environ
     parsed = read_command_line(argv, subcommand="doctor", help_=HELP, env=env, own=OPTIONS, taken=TAKEN)
     if parsed is None:
@@ -114,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 def _examine_nodes(
     job: ProbeJob, report: Callable[[Iterable[DoctorFinding]], None], *, clock: Clock, env: Mapping[str, str]
 ) -> Mapping[str, ProbedNode]:
-    """Have the job done, and judge what its nodes wrote. Its run directory stays where something is missing."""
+    """The job's run directory stays where something is missing."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # the job ends with this process then, as with Ctrl-C
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     made: tuple[Path, ...] = ()

@@ -115,8 +115,7 @@ class Follower(Protocol):
     def look(self, *, everything: bool = False) -> float:
         """`everything`: also what is not due yet. Returns the seconds until the next look."""
 
-    def finish(self) -> None:
-        """The run has ended: show what is left."""
+    def finish(self) -> None: ...
 
 
 def show_to_end(show: Callable[[], float], end: Callable[[], RunEnd | None], *, clock: Clock) -> RunEnd:

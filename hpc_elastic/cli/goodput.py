@@ -21,7 +21,6 @@ def read_goodput(root: Path) -> Goodput | None:
 
 
 def goodput_json(goodput: Goodput) -> dict[str, Any]:
-    """Its share and the parts of the time, in seconds; without steps `share` is the uptime."""
     parts = {key: seconds for key, _, seconds in describe_goodput(goodput)}
     known = {"progress": goodput.progress.value, "steps_known": goodput.steps_known}
     return {**known, "share": goodput.share, "wall": goodput.wall, "parts": parts}

@@ -51,7 +51,6 @@ class EventChoice(Struct, frozen=True, kw_only=True):
     nodes: str | None = None
 
     def indices_in(self, attempt: AttemptPaths) -> frozenset[int] | None:
-        """The indices of the nodes that were asked for; None: all."""
         if self.nodes is None:
             return None
         return frozenset({_BATCH_NODE}) if self.nodes == "batch" else asked_nodes(self.nodes, attempt)

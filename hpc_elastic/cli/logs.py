@@ -66,7 +66,6 @@ class LogChoice(Struct, frozen=True, kw_only=True):
         return numbers if self.all_rounds else numbers[-1:]
 
     def check(self, attempt: AttemptPaths, rounds: Sequence[int]) -> None:
-        """Raises UsageError for ranks and nodes that are in none of the rounds."""
         if self.nodes is not None:
             asked_nodes(self.nodes, attempt)
         if self.ranks is None or not rounds:
@@ -93,7 +92,6 @@ class LogPrinter(Struct):
     out: BinaryIO
     clean: bool = False
     prefix: bool = True
-    """Each line begins with the rank."""
     times: bool = False
     colours: bool = False
 

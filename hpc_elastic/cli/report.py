@@ -218,7 +218,6 @@ def _print(text: str) -> None:
 
 
 def coloured_report(text: str) -> str:
-    """The text of `render_text` or `render_ranks`, with colours."""
     lines = text.split("\n")
     found = []
     is_headline = False

@@ -57,10 +57,8 @@ LAST_HELP = f"{RUN_HELP}; default, or {LAST}: the last run in this folder, else 
 class AskedRun(Struct, frozen=True, kw_only=True):
     paths: RunPaths
     attempt: int | None
-    """Given by an attempt's directory, or by ``--attempt``."""
 
     def attempts(self) -> list[int]:
-        """The attempt that was asked for, or all that have a folder, ascending."""
         return self._attempts_there() if self.attempt is None else [self.attempt]
 
     def _attempts_there(self) -> list[int]:
@@ -96,7 +94,6 @@ RUNS_DIR = click.Option(
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The runs in the folder of runs that begin so; else the shell completes folders."""
     folder = Path(context.params.get("runs_dir") or os.environ.get("HPC_ELASTIC_RUNS_DIR") or DEFAULT_RUNS_DIR)
     names = [LAST, *(run.parent.name for run in folder.glob("*/run.json"))]
     found = [CompletionItem(name) for name in names if name.startswith(incomplete) and re.fullmatch(RUN_ID, name)]

@@ -46,7 +46,6 @@ class RunJob(Struct, frozen=True, kw_only=True):
     status: RunStatus
     job: JobId
     owner: int
-    """The uid of the user who alone can have written that."""
 
 
 PARAMETERS = (click.Argument(["run"], metavar="RUN|JOBID|DIR", shell_complete=complete_runs), RUNS_DIR)
@@ -151,7 +150,7 @@ def slurm_client(*, timeout: float = SLURM_SECONDS) -> SlurmClient:
 
 
 def run_of_job(job: str, client: SlurmClient) -> Path:
-    """The run directory of a job, by one question to Slurm; raises SlurmMissingError, or UsageError with the reason."""
+    """Raises SlurmMissingError, or UsageError with the reason."""
     try:
         state = client.job_state(JobId(job))
     except SlurmMissingError:

@@ -33,7 +33,6 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def width_for(stream: TextIO) -> int:
-    """Columns: the terminal's, or what a log has."""
     return shutil.get_terminal_size().columns if is_terminal(stream) else 120
 
 

@@ -172,7 +172,6 @@ def status_lines(
     now_ns: int | None = None,
     goodput: Goodput | None = None,
 ) -> list[str]:
-    """The lines, the headline first; `now_ns` is for the time that has passed. What is None is left out."""
     where = f", attempt {status.attempt}" if status.attempt is not None else ""
     job_id = status.job_id or (job.job_id if job is not None else None)
     where += f", job {job_id}" if job_id else ""
@@ -344,7 +343,6 @@ LINE_HEAD = f"{'state':<13}  {'created':<16}  {'took':>9}  {'job':>8}  run"
 
 
 def status_line(status: RunStatus, now_ns: int | None = None) -> str:
-    """A run's state in one line: how it ended, or with `now_ns` its time so far."""
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
     state = outcome_text(status.outcome, status.reason) if status.state is RunState.ENDED else status.state.value
     until = status.ended_ns if status.state is RunState.ENDED else now_ns
