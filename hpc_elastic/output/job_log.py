@@ -23,7 +23,6 @@ class JobLogSource:
         self.prefix = prefix.encode("utf-8", "surrogateescape")
         self.pending = 0
         self.dropped = 0
-        """Bytes of it that never reached the job log, so far."""
         self.unsaid = 0
 
 
@@ -44,7 +43,6 @@ class JobLog:
         self._is_closing = False
         self._is_broken = False
         self.written = 0
-        """Bytes that reached the job log, prefixes included."""
         self.dropped = 0
         self._own = self.source("")
         self._writer = FileExecutor(name="job-log")

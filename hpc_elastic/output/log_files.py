@@ -17,7 +17,6 @@ from hpc_elastic.output.log_times import FLUSH_S, RecentTimes, StreamTimes, Time
 from hpc_elastic.run.log_pieces import PieceLimit, find_pieces, piece_path, to_remove
 
 PATIENCE_S = 5.0
-"""How long workers that print are held up by a disk that takes nothing."""
 SLOWEST_DISK = 1 << 20
 """Bytes per second from which on a disk is slow, not hung, and workers wait for it as long as it takes."""
 _RETRY_S = 1.0

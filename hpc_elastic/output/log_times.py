@@ -109,8 +109,6 @@ _MOST_WAITING = 4096
 
 
 class TimesFile:
-    """The entries of one node in one round. It is open while one of its streams is."""
-
     def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
         self.path = path
         self._largest = largest

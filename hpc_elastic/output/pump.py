@@ -103,7 +103,6 @@ class _Stream:
         self.splitter = LineSplitter()
         self.partial_since: float | None = None
         self.shown_again_at = -math.inf
-        """When later states of what was shown were shown last."""
         try:
             capacity: int = fcntl.fcntl(fd, _F_GETPIPE_SZ)
         except OSError:
@@ -141,7 +140,6 @@ class LogPump:
         self._outputs: dict[int, threading.Event] = {}
         """Pid → set when both streams are at their end and in their files."""
         self._held: dict[int, HeldEnd] = {}
-        """Pid → what an ended worker has printed last."""
         self._epoll = select.epoll()
         self._epoll.register(self._waker, select.EPOLLIN)
         self._hurry = threading.Event()
@@ -379,7 +377,6 @@ class LogPump:
 
 
 def log_losses(events: EventLog, pump: LogPump) -> None:
-    """Write an event where an episode of losses has ended. Costs next to nothing where there is none."""
     episode = pump.take_losses()
     if episode is not None:
         events.write(episode)

@@ -91,7 +91,6 @@ def _last_drawn(line: bytes) -> bytes:
 
 
 def harmless(lines: bytes) -> bytes:
-    """Whole lines as a terminal may show them."""
     if b"\r" in lines:
         lines = b"\n".join(map(_last_drawn, lines.split(b"\n")))
     lines = readable(lines).translate(None, _CONTROL)
