@@ -23,7 +23,6 @@ class FileFacts(Struct, frozen=True, kw_only=True):
     rooms: Mapping[str, RoomFacts] = field(default_factory=dict)
     """``runs``, ``home``, ``tmp`` and ``shm``."""
     filesystem: str = ""
-    """The type of the filesystem of the run's folder; empty: unknown."""
     store_seconds: float | None = None
     """Seconds from writing a value to having read those of all others through the store; None: they never came."""
     created: bool | None = None

@@ -23,7 +23,6 @@ class DoctorFinding(Struct, frozen=True, kw_only=True):
     level: Severity
     found: str
     means: str = ""
-    """The consequence for a run."""
     way_out: str = ""
 
 

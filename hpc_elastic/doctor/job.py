@@ -36,7 +36,6 @@ class NoticeFacts(Struct, frozen=True, kw_only=True):
 
 
 def probe_memory(site: ProbeSite) -> JobMemoryFacts | None:
-    """The bound of the worker's memory; None without a Slurm job."""
     if not in_job(site.env):
         return None
     limits = [each.limited_by for each in sorted(memory_limits(), key=lambda each: each.free)]

@@ -60,7 +60,6 @@ class NetworkFacts(Struct, frozen=True, kw_only=True):
     """Its own, as the agents use them: those that its name resolves to, then those of its interfaces."""
     reached: tuple[Reached, ...] = ()
     master: Reached | None = None
-    """The workers' MASTER_ADDR and MASTER_PORT, where they are set."""
 
 
 class BandwidthFacts(Struct, frozen=True, kw_only=True):
@@ -69,8 +68,6 @@ class BandwidthFacts(Struct, frozen=True, kw_only=True):
 
 
 class NodeAddresses(Struct, frozen=True, kw_only=True):
-    """A node's answer to the others, which they connect to."""
-
     node: str
     addresses: tuple[str, ...]
     port: int

@@ -72,7 +72,6 @@ class ProbedNode(Struct, kw_only=True):
     python: PythonFacts | None = None
     gpus: GpusFacts | None = None
     failed: dict[str, str] = field(default_factory=dict)
-    """Part → why there is none."""
     unfinished: str = ""
     """The part that was being probed when this was written; empty: all are done."""
 
@@ -182,7 +181,6 @@ def open_site(folder: Path, settings: str, env: Mapping[str, str]) -> ProbeSite:
 
 
 def main() -> NoReturn:
-    """``FOLDER SETTINGS``: probe this node."""
     preemption_notice()  # from now on the agent knows that this worker takes notices
     probe_node(open_site(Path(sys.argv[1]), sys.argv[2], os.environ))
     sys.stdout.flush()
@@ -210,7 +208,6 @@ def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, ProbedNode], st
 
 
 def unfinished(nodes: Sequence[str], facts: Mapping[str, ProbedNode]) -> dict[str, str]:
-    """Nodes that did not write all, and how far they came."""
     texts = {node: f"stopped while it probed {each.unfinished}" for node, each in facts.items() if each.unfinished}
     return {node: texts.get(node, "wrote nothing") for node in nodes if node in texts or node not in facts}
 

@@ -20,7 +20,6 @@ class ProbeSettings(Struct, frozen=True, kw_only=True):
     python: str
     """The workers' interpreter. The probes themselves use doctor's own, which has this package."""
     container: Container | None = None
-    """The workers' image; the probes run on the host."""
 
 
 class ProbeSite(Struct, kw_only=True):

@@ -21,8 +21,6 @@ from hpc_elastic.run.index import account_folder, make_account_folder
 
 
 class SavedFindings(Struct, frozen=True, kw_only=True):
-    """The file that ``--save`` writes into the account's folder, or beside the site's configuration."""
-
     saved_ns: int
     findings: tuple[DoctorFinding, ...] = ()
     slurm: SlurmFacts | None = None

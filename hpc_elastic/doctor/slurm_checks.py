@@ -21,7 +21,6 @@ _TESTED = ((20, 11), (26, 5))
 _ANSWER_SECONDS = 60.0
 _ASSOCIATION_FIELDS = ("MaxJobs", "MaxSubmitJobs", "GrpJobs", "MaxWall", "MaxTRES", "Account", "DefaultQOS", "QOS")
 _QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "MaxWall", "MaxTRES", "MaxJobsPU", "MaxSubmitJobsPU")
-"""Columns of sacctmgr's ``format=``."""
 Row = Mapping[str, str]
 
 
@@ -251,7 +250,6 @@ def _node_limit(tres: str) -> float:
 
 
 def _rows(text: str, names: Sequence[str]) -> list[dict[str, str]]:
-    """The lines of ``sacctmgr -nP``, by column."""
     return [dict(zip(names, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
 
 

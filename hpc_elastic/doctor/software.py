@@ -24,7 +24,6 @@ from hpc_elastic.slurm.notation import names_text
 IMPORT_SECONDS = 300.0
 """Limit of one start of the interpreter with one import of torch."""
 _MOST = 4
-"""Names that one line shows."""
 # Python 3.8 and later, the standard library alone: it runs in the workers' interpreter.
 _LOOK = """
 import json, time
@@ -41,20 +40,15 @@ sys.__stdout__.write("\\n" + json.dumps(facts) + "\\n")
 
 
 class PythonFacts(Struct, frozen=True, kw_only=True):
-    """The workers' interpreter, as a process of its own found it."""
-
     executable: str = ""
     version: str = ""
     error: str = ""
-    """Why it (or its container) does not start."""
     torch: str = ""
     torch_error: str = ""
     seconds: float = 0.0
 
 
 class GpusFacts(Struct, frozen=True, kw_only=True):
-    """The GPUs that this process' job has on this node."""
-
     nvml: GpuFacts
     given: int | None = None
     """How many Slurm gave; None: there is no Slurm."""
