@@ -51,10 +51,8 @@ class Disturbance:
         self._report = report
         self.injections: list[InjectionSeen] = []
         self.skipped: dict[str, str] = {}
-        """Name of a fault that was not done → why."""
         self.why = ""
         self._pending: InjectionSeen | None = None
-        """The last fault, until the run trains again."""
         self._undo_at: float | None = None
         """When a lasting fault has to be undone, by this machine's wall clock."""
         self._waiting: list[PlannedFault] = []

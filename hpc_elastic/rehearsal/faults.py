@@ -20,7 +20,6 @@ class Need(str, Enum):
 
 class Kind(Struct, frozen=True, kw_only=True):
     name: str
-    """A value of ``--faults``."""
     title: str
     need: Need | None = None
     restarts: bool = True
@@ -42,17 +41,14 @@ QUICK = (WORKER_KILLED, SAVING_KILLED, NOTICE)
 
 class PlannedFault(Struct, frozen=True, kw_only=True):
     number: int
-    """Counted from 1."""
     kind: Kind
     seconds: float = 0.0
-    """Duration of a lasting one."""
 
     def __str__(self) -> str:
         return f"#{self.number} {self.kind.title}"
 
 
 def parse_kinds(text: str) -> tuple[Kind, ...]:
-    """Read ``kill-worker,notice``; ``all``; ``quick``."""
     if text.strip() in ("all", "quick"):
         return KINDS if text.strip() == "all" else QUICK
     names = [name for name in (word.strip() for word in text.split(",")) if name]

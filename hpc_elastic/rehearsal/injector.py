@@ -33,7 +33,6 @@ _EVENT = struct.Struct("iIII")
 _MODIFIED, _MOVED_HERE, _CREATED, _IS_FOLDER = 0x2, 0x80, 0x100, 0x40000000  # linux/inotify.h
 NO_SAVE_CAUGHT = "no save was caught while a file was open: let it do more steps, or save more at once"
 _STEP_SECONDS = 30.0
-"""Limit for a step to begin on a busy node, and to end."""
 
 
 class NotNow(Exception):
@@ -116,7 +115,6 @@ class _Writes:
             self._watched[number] = folder
 
     def wait(self, files: SavedFiles, seconds: float) -> None:
-        """Wait until a checkpoint is written, or a folder comes."""
         until = time.monotonic() + seconds
         while wait_readable([self._fd], max(0.0, until - time.monotonic())):
             data, start = os.read(self._fd, 1 << 16), 0

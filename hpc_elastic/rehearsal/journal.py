@@ -37,7 +37,6 @@ _COUNT = re.compile(r"(?<![\d./])(\d+)\s*/\s*\d+(?![\d/])")
 _LOSS = re.compile(rf"\b((?:\w+[_ ])?)loss{_BETWEEN}{_NUMBER}", re.IGNORECASE)
 _OTHER_LOSS = re.compile("val|eval|test", re.IGNORECASE)
 _BAR = re.compile(r"\d+/\d+ \[.*(?:it/s|s/it)")
-"""A progress bar of tqdm."""
 
 
 class StepSeen(Struct, frozen=True, kw_only=True):
@@ -61,7 +60,6 @@ class LossSource(Struct, frozen=True, kw_only=True):
 
 
 def parse_pattern(text: str) -> re.Pattern[str]:
-    """Read ``--losses``, a regular expression with two groups."""
     try:
         found = re.compile(text)
     except re.error as error:
@@ -112,9 +110,7 @@ class RunJournal:
         self._bars: dict[Path, StepSeen] = {}
         """A progress bar's latest step by output: its number may be drawn before its loss is, and both again."""
         self.saves: list[float] = []
-        """Times of complete checkpoints, as the script reported them."""
         self.notices: list[float] = []
-        """Times at which a worker first saw a notice."""
 
     def read(self) -> None:
         for path in sorted(self._folder.glob("*.jsonl")):
@@ -237,7 +233,6 @@ class LossCurve:
 
 
 def step_text(position: Position) -> str:
-    """``12``, ``3.12``."""
     return ".".join(map(str, position))
 
 

@@ -49,7 +49,6 @@ class InjectionSeen(Struct, frozen=True, kw_only=True):
     used_notice: bool | None = None
     """A checkpoint was saved after its notice; None: it gives no notice."""
     why_stuck: str = ""
-    """The run's reason why it did not continue."""
 
     @property
     def seconds(self) -> float | None:
@@ -122,7 +121,6 @@ class LossComparison(Struct, frozen=True, kw_only=True):
     compared: int = 0
     divergence: Divergence | None = None
     largest: float = 0.0
-    """The largest difference, relative."""
     missing: tuple[Position, ...] = ()
     """Steps of the undisturbed run that a complete run never reported."""
     repeatable: bool = True
@@ -169,12 +167,10 @@ class Rehearsed(Struct, frozen=True, kw_only=True):
     comparison: LossComparison
     injections: tuple[InjectionSeen, ...]
     first: Position | None
-    """The undisturbed run's first step."""
     steps: int
     failed: tuple[str, ...] = ()
     """Reasons of bad ends of runs that no fault explains."""
     left: tuple[str, ...] = ()
-    """Remains of a run after its end: processes, files in shared memory."""
 
 
 def attribute_failure(found: Rehearsed) -> tuple[ScriptFailure, ...]:
@@ -191,7 +187,6 @@ def attribute_failure(found: Rehearsed) -> tuple[ScriptFailure, ...]:
 
 
 def find_remarks(found: Rehearsed) -> tuple[str, ...]:
-    """Possible improvements of the script that are no failures."""
     unused = [one for one in found.injections if one.used_notice is False and one.redone > 0]
     if not unused:
         return ()

@@ -67,7 +67,6 @@ class RehearsalOptions(Struct, frozen=True, kw_only=True):
     inputs: tuple[Path, ...] = ()
     """Paths that are linked into each run's working directory."""
     watched: tuple[Path, ...] = ()
-    """Further folders in which the script saves."""
     env: Mapping[str, str] = field(default_factory=dict)
     job: SlurmJob | None = None
     """Each run's job on the cluster; None: they run here."""
@@ -153,7 +152,6 @@ class LiveRun(ABC):
         self.code: int | None = None
         """Its exit code, after its last look; None: it got stuck."""
         self.started = 0.0
-        """When its newest attempt began."""
         self.folders = (self.work, *options.watched)
         self.saved_at: list[float] = []
         """Times at which this process saw a written file that may be a checkpoint."""
@@ -214,8 +212,6 @@ class LiveRun(ABC):
 
 
 class LocalRun(LiveRun):
-    """A run on this machine, by a process that supervises it."""
-
     def __init__(self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames) -> None:
         super().__init__(options, spec, name, names)
         create_run(self.spec, self.runs_dir)

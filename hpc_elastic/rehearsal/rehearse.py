@@ -37,7 +37,6 @@ class RehearsalResult(Struct, frozen=True, kw_only=True):
     found: Rehearsed
     findings: tuple[ScriptFailure, ...]
     skipped: dict[str, str]
-    """Name of a fault that was not done → why."""
     seconds: float
 
     @property

@@ -22,12 +22,10 @@ class FileNames(Struct, kw_only=True):
     """How files of each name are written, digits aside. It is learned from all runs of a rehearsal."""
 
     sizes: dict[str, int] = field(default_factory=dict)
-    """The largest of each name."""
     grown: dict[str, float] = field(default_factory=dict)
     """Seconds for which a file of the name grew: a log does for long, a checkpoint while it is written."""
     replaced: set[str] = field(default_factory=set)
     seconds: float = 0.0
-    """Duration of the longest run."""
 
     def is_checkpoint(self, name: str) -> bool:
         """An unknown file may be one: one still to be renamed mostly has the final name with more behind it."""
@@ -49,7 +47,6 @@ class SavedFiles:
         self._began = time.monotonic()
 
     def is_checkpoint(self, path: Path) -> bool:
-        """Check that this file is below one of the folders, and may be a checkpoint."""
         name = self._name_of(path)
         return name is not None and self._names.is_checkpoint(name)
 

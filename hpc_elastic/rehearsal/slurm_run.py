@@ -22,7 +22,6 @@ from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase
 
 _ASK_SECONDS = 2.0
-"""Time between two questions to Slurm."""
 _SETTLE_SECONDS = 15.0
 """An ended job without a final result may be on its way back into the queue, and a result may be seen late."""
 _LEFT_SECONDS = 60.0

@@ -13,12 +13,10 @@ from hpc_elastic.rehearsal.rehearse import RehearsalResult
 from hpc_elastic.report.render_html import render_page
 
 _VERDICTS = ("holds", "guilty", "not certain")
-"""Index: the exit code."""
 _HEAD = ("fault", "hit", "resumed at", "done again", "trains again after", "notice")
 
 
 def rows(injections: Sequence[InjectionSeen]) -> list[tuple[str, ...]]:
-    """A row for each fault, below the titles."""
     found: list[tuple[str, ...]] = [_HEAD]
     for injection in injections:
         if injection.resumed is not None:
@@ -80,7 +78,6 @@ def as_text(outcome: RehearsalResult) -> str:
 
 
 def as_json(outcome: RehearsalResult) -> dict[str, Any]:
-    """One object, whose fields are in docs/how-to/rehearse.md."""
     found, comparison = outcome.found, outcome.found.comparison
     return {
         "version": 1,
