@@ -97,6 +97,7 @@ def test_after_the_references_death_the_order_is_known_all_the_same(tmp_path: Pa
         coordinator = run.agent(0)
         os.kill(coordinator.pid, signal.SIGSTOP)
         run.wait_moments("here", count=3, round_index=1)
+        run.until(lambda: any(e["round"] == 1 for e in run.events("round_frozen")), "who coordinates the second round")
         (frozen,) = [event for event in run.events("round_frozen") if event["round"] == 1]
         leader = frozen["node"]
         assert leader != 0

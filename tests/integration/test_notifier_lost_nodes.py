@@ -52,7 +52,7 @@ def test_nodes_that_die_are_out_and_the_others_run_again(tmp_path: Path) -> None
             print(f"{what}: the others run again after {took:.2f} s")
             assert set(run.started(index).values()) == left
             assert took <= LATEST
-        assert len(run.events("node_lost")) == 3
+        run.until(lambda: len(run.events("node_lost")) == 3, "the events of three lost nodes")
 
 
 def test_without_the_notifier_a_dead_coordinator_is_out_after_its_leases_time(tmp_path: Path) -> None:
