@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from hpc_elastic.agent.part import AgentSite, HealthVerdict, Part, save_if_possible
-from hpc_elastic.agent.slow_ranks import Pace, Watched, by_node, choose_leaving, find_slow, next_pace, next_watched
+from hpc_elastic.agent.slow_ranks import (
+    Network,
+    Pace,
+    Watched,
+    by_node,
+    choose_leaving,
+    find_slow,
+    find_slow_network,
+    next_pace,
+    next_watched,
+)
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Offset, uptime_ns
@@ -36,6 +46,7 @@ from hpc_elastic.run.slow_ranks import NOW, GroupArrivals, NodeArrivals, OnSlowR
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import LocalWorkers
     from hpc_elastic.agent.node_agent import NodeAgent
+    from hpc_elastic.store.notifier import Notifier
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +82,7 @@ class SlowRankWatch(Part):
         self._workers: LocalWorkers | None = None
         self._record: RoundRecord | None = None
         self._waiting = 0
-        self._watched = Watched()
+        self._watched, self._network = Watched(), Network()
         self._spent: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._pace = Pace()
         self._slow_run: RunPace | None = None
@@ -88,7 +99,7 @@ class SlowRankWatch(Part):
 
     def on_start(self, workers: LocalWorkers) -> None:
         self._workers, self._step, self._watched, self._pace = workers, _Step.ASK, Watched(), Pace()
-        self._spent = {}
+        self._network, self._spent = Network(), {}
         self._pace_due = self._clock.monotonic() + EVERY_SECONDS if workers.layout.group_rank == 0 else math.inf
         self._wait()
         self.due = min(self._step_due, self._pace_due)
@@ -232,19 +243,28 @@ class SlowRankWatch(Part):
             kinds=tuple(kinds),
             groups=counted,
             sections=() if answers else sections,
+            travel_us={} if self._notifier is None else self._travel(self._notifier, record),
         )
         save_if_possible(path := self._path(self._node), found)
         self._bytes = path.stat().st_size if path.exists() else 0
+
+    def _travel(self, notifier: Notifier, record: RoundRecord) -> dict[int, tuple[int, int]]:
+        others = [one for one in record.members if record.leader in (one.uid, self._uid) and one.uid != self._uid]
+        found = {one.node: notifier.travel_from(one.uid) for one in others}
+        return {node: (took[0] // 1000, took[1] // 1000) for node, took in found.items() if took is not None}
 
     def _judge(self, workers: LocalWorkers, record: RoundRecord) -> None:
         nodes = {member.node: codec.load(self._path(member.node), NodeArrivals) for member in record.members}
         known = {node: found for node, found in nodes.items() if isinstance(found, NodeArrivals)}
         now_ns, before = self._clock.time_ns(), self._watched
         found, compared = find_slow(known, round_index=workers.round, names=self._names)
+        late, network = find_slow_network(known, self._network, round_index=workers.round, names=self._names)
+        if not {one.node for one in late.values()} & {one.node for one in found.values()}:
+            found = late or found  # behind a slow link the ranks of other nodes are late, too
         after = next_watched(before, found, compared=compared, now_ns=now_ns)
         if self._workers is not workers:
             return
-        self._watched = after
+        self._watched, self._network = after, network
         for rank in after.slow.keys() - before.slow.keys():
             slow = after.slow[rank]
             logger.warning("%s; look at the node with hpc-elastic doctor --nodes", slow)

@@ -7,10 +7,11 @@ enters the buckets of one backward pass without waiting, so a rank that is 30 ms
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from msgspec import Struct, structs
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.ranks import whole_segments
@@ -63,6 +64,8 @@ class GroupLateness(Struct, frozen=True, kw_only=True):
     calls: int = 0
     step: float = 0.0
     """Seconds from one step to the next, median; 0: the calls do not repeat."""
+    quickest: float = 0.0
+    """The same in the quickest of `BLOCKS`."""
 
 
 def judge(group: Mapping[int, Arrivals]) -> GroupLateness:
@@ -94,22 +97,23 @@ def judge(group: Mapping[int, Arrivals]) -> GroupLateness:
     late = {rank: [max(0.0, times[k] - early[k]) for k in awaited] for rank, times in at.items()}
     slow = _slow({rank: _by_step(values, awaited, period) for rank, values in late.items()}, group)
     spent = early[-1] - early[0]
+    repeats = len(set(kinds)) <= period
+    steps = [later - one for one, later in zip(early, early[period:], strict=False)] if repeats else [0.0]
+    nobody = GroupLateness(calls=count, step=median(steps), quickest=min(_blocks(steps, median)))
     if not slow or len(slow) * 2 > len(group) or spent <= 0:
-        return GroupLateness(calls=count)
+        return nobody
     others = [max(values) for values in zip(*(late[rank] for rank in at if rank not in slow), strict=True)]
     lost = [max(values) for values in zip(*(late[rank] for rank in slow), strict=True)]
     share = sum(max(0.0, mine - usual) for mine, usual in zip(lost, others, strict=True)) / spent
     if share < MIN_SHARE:
-        return GroupLateness(calls=count)
+        return nobody
     found = (_describe(rank, late[rank], [kinds[k] for k in awaited]) for rank in slow)
     if at is not launched:
         first_launch = [min(times) for times in zip(*launched.values(), strict=True)]
         behind = {rank: median(launched[rank][k] - first_launch[k] for k in awaited) for rank in slow}
-        found = (structs.replace(one, on_gpu=behind[one.rank] < one.seconds / 2) for one in found)
-    repeats = len(set(kinds)) <= period
-    step = median(later - one for one, later in zip(early, early[period:], strict=False)) if repeats else 0.0
+        found = (replace(one, on_gpu=behind[one.rank] < one.seconds / 2) for one in found)
     late_ranks = tuple(sorted(found, key=lambda one: -one.seconds))
-    return GroupLateness(late=late_ranks, share=min(share, 1.0), calls=count, step=step)
+    return replace(nobody, late=late_ranks, share=min(share, 1.0))
 
 
 def _describe(rank: int, late: Sequence[float], kinds: Sequence[str]) -> Late:
@@ -130,7 +134,7 @@ def _by_step(late: Sequence[float], awaited: Sequence[int], period: int) -> list
 
 
 def _slow(late: Mapping[int, Sequence[float]], group: Mapping[int, Arrivals]) -> set[int]:
-    blocks = {rank: _means(values) for rank, values in late.items()}
+    blocks = {rank: _blocks(values, lambda part: sum(part) / len(part)) for rank, values in late.items()}
     usual = median(sorted(means)[len(means) * 3 // 4] for means in blocks.values())
     each = median(sorted(values)[len(values) * 3 // 4] for values in late.values())
     found = set()
@@ -144,10 +148,10 @@ def _slow(late: Mapping[int, Sequence[float]], group: Mapping[int, Arrivals]) ->
     return found
 
 
-def _means(values: Sequence[float]) -> list[float]:
+def _blocks(values: Sequence[float], of_each: Callable[[Sequence[float]], float]) -> list[float]:
     count = min(BLOCKS, len(values))
     edges = [len(values) * k // count for k in range(count + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    return [of_each(values[a:b]) for a, b in pairwise(edges)]
 
 
 def _awaited(period: int, early: Sequence[float], last: Sequence[float]) -> list[int]:
@@ -307,6 +311,72 @@ def _waits_for_another(
         if finding.late or (finding.calls and late_here.issuperset(group.ranks) and len(set(group.nodes.values())) > 1):
             return True
     return False
+
+
+PACKETS_SECONDS = 0.003
+"""Packets that take less slow no collective down by much, or are what a busy machine takes."""
+TIMES_AS_LONG = 4.0
+"""How many times as long as usual; in the first window, as the other nodes' quickest."""
+TIMES_THE_OTHERS = 2.0
+"""How many times as long as the others' now: a busy machine is late itself."""
+USUAL_WINDOWS = 10
+
+
+class Network(Struct, frozen=True, kw_only=True):
+    """The windows in which no node's packets were late."""
+
+    steps: tuple[float, ...] = ()
+    """Seconds of a step, in the quickest part of each."""
+    travel: Mapping[int, float] = {}
+    """Node → the seconds of its quick packets, the least of all windows."""
+
+
+def find_slow_network(
+    nodes: Mapping[int, NodeArrivals], before: Network, *, round_index: int, names: Sequence[str]
+) -> tuple[dict[int, SlowRank], Network]:
+    """Find the nodes whose packets are late while the steps are longer than they were: within a collective all ranks
+    wait for all, so when each enters shows no slow link. Each by its first rank, and `before` with this window."""
+    nodes = {node: found for node, found in nodes.items() if found.round == round_index and found.groups}
+    groups = _groups(nodes).values()
+    if not groups:
+        return {}, before
+    pace = judge(max(groups, key=lambda group: len(group.ranks)).ranks)
+    usual = median(before.steps or (pace.quickest,))
+    links: dict[int, dict[int, tuple[float, float]]] = {}
+    for node, found in nodes.items():
+        for other, (quick, slow_us) in found.travel_us.items():
+            for one, end in ((node, other), (other, node)):
+                of_node = links.setdefault(one, {})
+                least, most = of_node.get(end, (math.inf, 0.0))
+                of_node[end] = (min(least, quick / 1e6), max(most, slow_us / 1e6))
+    quickest = {node: min(least for least, _ in links[node].values()) for node in links.keys() & nodes.keys()}
+    travel = {node: min(most for _, most in links[node].values()) for node in quickest}
+    at_first = sorted(quickest.values())[len(travel) // 4] if travel else 0.0
+    usual_travel = {node: before.travel.get(node, at_first) for node in travel}
+    limit = {node: max(PACKETS_SECONDS, TIMES_AS_LONG * usual_travel[node]) for node in travel}
+    late = {node for node in travel if travel[node] > max(limit[node], TIMES_THE_OTHERS * median(travel.values()))}
+    if len(travel) > 2 and all(quickest[node] > limit[node] for node in travel):
+        late = {max(travel, key=lambda node: len(links[node]))}  # the coordinator, which has a link with each
+    share = 1 - usual / pace.step if pace.step else 0.0
+    if not late or usual * SLOWER > pace.step:
+        steps = (*before.steps, pace.quickest)[-USUAL_WINDOWS:] if pace.step else before.steps
+        kept = {node: min(took, before.travel.get(node, took)) for node, took in quickest.items()}
+        return {}, Network(steps=steps, travel={**before.travel, **kept})
+    slow = {}
+    for node in late:
+        rank = min(one.rank for one in nodes[node].groups)
+        slow[rank] = SlowRank(
+            rank=rank,
+            node=node,
+            host=names[node],
+            seconds=travel[node] - usual_travel[node],
+            call="packets",
+            calls=0,
+            share=share,
+            step=pace.step,
+            by_network=True,
+        )
+    return slow, before
 
 
 class Watched(Struct, frozen=True, kw_only=True):

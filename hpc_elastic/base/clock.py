@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import Protocol
 
 from msgspec import Struct
@@ -66,6 +67,8 @@ class RunClock(SystemClock):
 DRIFT = 1000
 """Two hosts' clocks drift by at most one nanosecond in this many: NTP slews each by up to 500 ppm. (chrony does more
 after a start with a wrong clock: measurements contradict each other then, and begin again.)"""
+_NEWEST = 30
+"""Packets of half a minute: each side sends one a second."""
 
 
 def drift_ns(age_ns: int) -> int:
@@ -89,12 +92,13 @@ class PeerClock:
     One thread feeds it; other threads may ask, and get None while the two bounds are being changed.
     """
 
-    __slots__ = ("_lower", "_upper")
+    __slots__ = ("_lower", "_newest", "_upper")
 
     def __init__(self) -> None:
         self._upper: tuple[int, int] | None = None
         """Own clock ahead by at most the first, at the second (own time)."""
         self._lower: tuple[int, int] | None = None
+        self._newest: deque[int] = deque(maxlen=_NEWEST)
 
     def received(self, *, sent_ns: int, received_ns: int, told_ns: int | None) -> None:
         """Record a packet that was sent at `sent_ns` by the other's clock, and came by `received_ns` of the own one.
@@ -102,6 +106,7 @@ class PeerClock:
         `told_ns`: the most that the other knew *its* clock to be ahead; None: unknown.
         """
         highest = received_ns - sent_ns
+        self._newest.append(highest)
         if self._upper is None or highest <= _grown(self._upper, received_ns):
             self._upper = (highest, received_ns)
         if told_ns is not None:
@@ -114,6 +119,7 @@ class PeerClock:
             # One of the two clocks has jumped (a machine that was paused and moved): only this packet is still true.
             # The other's bound may be from before; it finds out in the same way.
             self._upper, self._lower = (highest, received_ns), None
+            self._newest.clear()
 
     def bound_to_send(self, now_ns: int) -> int | None:
         """The most that the own clock is ahead, for the other to know; None: no packet of it came."""
@@ -129,6 +135,14 @@ class PeerClock:
         if high < low:
             return None
         return Offset(offset_ns=(high + low) // 2, bound_ns=(high - low + 1) // 2)
+
+    def travel(self, now_ns: int) -> tuple[int, int] | None:
+        """How long the other's packets take of late: at most so in a fifth of the cases, and in four; None: unknown."""
+        offset, newest = self.offset(now_ns), sorted(self._newest)
+        if offset is None or not newest:
+            return None
+        low, high = (max(0, newest[len(newest) * fifths // 5] - offset.offset_ns) for fifths in (1, 4))
+        return low, high
 
 
 def _grown(bound: tuple[int, int], now_ns: int) -> int:

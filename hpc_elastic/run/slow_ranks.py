@@ -61,6 +61,9 @@ class NodeArrivals(Struct, frozen=True, kw_only=True):
     """Name and size of each kind of call."""
     groups: tuple[GroupArrivals, ...] = ()
     sections: tuple[RankSections, ...] = ()
+    travel_us: dict[int, tuple[int, int]] = {}
+    """Node → microseconds that packets from there take, a fifth and four fifths of them: those of the coordinator, and
+    to it those of all."""
 
 
 class SlowRank(Struct, frozen=True, kw_only=True):
@@ -73,26 +76,30 @@ class SlowRank(Struct, frozen=True, kw_only=True):
     """Median delay with which it enters `call`; or how much longer it is in that section, a minute."""
     call: str
     calls: int
-    """How many collectives that is the median of; 0: `call` is a section of the script."""
+    """How many collectives that is the median of; 0: `call` is a section of the script, or ``packets``."""
     share: float
     """The share of the run's time that is lost to the slow ranks of its group, 0 to 1."""
     step: float = 0.0
     """Seconds between two collectives of the same place in the step; 0: not known."""
     on_gpu: bool = False
     """Its GPU is late; its process launches in time."""
+    by_network: bool = False
+    """Its node's packets are late, by `seconds`; all its ranks enter in time, and the collectives take longer."""
     since_ns: int = 0
     """Wall clock of the node that compared, when it was first seen."""
 
     def __str__(self) -> str:
+        late, costs = f"{self.seconds * 1e3:.0f} ms after the others", f": that costs {self.share:.0%} of the time"
+        if self.step:
+            costs = f": a step takes {self.step:.3f} s instead of {self.step * (1 - self.share):.3f} s"
+        if self.by_network:
+            return f"rank {self.rank} on {self.host} gets packets {late}, as its whole node{costs}"
         if not self.calls:
             longer = f"{self.seconds:.1f} s a minute longer in section {self.call} than the others"
-            return f"rank {self.rank} on {self.host} is {longer}: that costs {self.share:.0%} of the time"
-        call, late = self.call.partition(" ")[0].rpartition(":")[2], f"{self.seconds * 1e3:.0f} ms"
+            return f"rank {self.rank} on {self.host} is {longer}{costs}"
         place = f"{self.host}, by its GPU," if self.on_gpu else self.host
-        text = f"rank {self.rank} on {place} enters each {call} {late} after the others (median of {self.calls})"
-        if self.step:
-            return f"{text}: a step takes {self.step:.3f} s instead of {self.step * (1 - self.share):.3f} s"
-        return f"{text}: that costs {self.share:.0%} of the time"
+        call = self.call.partition(" ")[0].rpartition(":")[2]
+        return f"rank {self.rank} on {place} enters each {call} {late} (median of {self.calls}){costs}"
 
 
 class RunPace(Struct, frozen=True, kw_only=True):

@@ -187,6 +187,11 @@ class Notifier:
         known = self._clocks.get(uid)
         return None if known is None else known.offset(uptime_ns(self._clock))
 
+    def travel_from(self, uid: str) -> tuple[int, int] | None:
+        """Nanoseconds that packets from there take, as `PeerClock.travel`. Any thread."""
+        known = self._clocks.get(uid)
+        return None if known is None else known.travel(uptime_ns(self._clock))
+
     def muted_for(self) -> float:
         """Seconds for which waiting for a datagram makes no sense: there are too many invalid ones."""
         return 0.0 if self._muted_until is None else max(0.0, self._muted_until - self._clock.monotonic())

@@ -542,7 +542,8 @@ def test_an_interpreter_whose_path_holds_an_equals_sign(
     launcher.launch()
     ended(launcher, 1)
     said = (tmp_path / "agent").read_text()
-    assert said.startswith(f"{spec.uid}:host -") and " -c " in said
+    assert said.startswith(f"{spec.uid}:host -")
+    assert " -c " in said
     assert said.endswith(f" agent --run-dir {tmp_path} --attempt 3\n")
 
 

@@ -1,11 +1,11 @@
-"""A slow rank of an unmodified DDP script on four nodes: by its compute, its loader, or a CPU that it shares; and a
-requeue without its node."""
+"""A slow rank of an unmodified DDP script on four nodes: by its compute, loader, shared CPU, or its node's network; and
+a requeue without its node."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from tests.rigs.slurm_runs import ALL_COME, SlurmRuns
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 CPU = Path("/sys/fs/cgroup/cpu")
 RANK, NODE = 5, "n3"
+FIRST_OF_NODE = 4
 
 
 @contextmanager
@@ -47,20 +48,29 @@ def environ_of(pid: int) -> list[str]:
         return []
 
 
-@pytest.mark.parametrize("how", ["compute", "loader", "cpu"])
+def slowed(cluster: SlurmCluster, how: str) -> AbstractContextManager[None]:
+    if how == "cpu":
+        return throttled(cluster, RANK)
+    if how == "delay":
+        return cluster.delayed_link(NODE, seconds=0.03)
+    return cluster.disturbed_link(NODE, mbit=8) if how == "bandwidth" else nullcontext()
+
+
+@pytest.mark.parametrize("how", ["compute", "loader", "cpu", "delay", "bandwidth"])
 def test_a_slow_rank_is_named_with_what_it_costs(cluster: SlurmCluster, runs: SlurmRuns, how: str) -> None:
     each = ("--nodes", "4", "-t", "10", "--nproc-per-node", "2", *ALL_COME)
     run = runs.submit(*each, runs.script(SCRIPT))
     run.wait_log(lambda log: len(paces(log)) > 6, timeout=120)
     before = paces(run.log)[2:]
-    with throttled(cluster, RANK) if how == "cpu" else nullcontext():
+    with slowed(cluster, how):
         slow_down(runs.folder, how, [RANK])
         log = run.wait_log(lambda log: "after the others" in log, timeout=120)
         after = paces(log)[len(before) + 4 :]
         runs.folder.joinpath("end").touch()
         run.wait_log(lambda log: "; exit code 0" in log)
     found = [event["slow"] for event in run.events() if event["event"] == "slow_rank_found"]
-    assert {(one["rank"], one["host"]) for one in found} == {(RANK, NODE)}
+    by_network = how in ("delay", "bandwidth")
+    assert {(one["rank"], one["host"]) for one in found} == {(FIRST_OF_NODE if by_network else RANK, NODE)}
     lost = share_lost(before, after)
     if how == "cpu":  # gloo's own threads lack it, too: part of the cost is within the collective
         assert lost / 2 < found[0]["share"] < lost + 0.04

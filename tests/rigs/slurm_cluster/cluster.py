@@ -96,6 +96,15 @@ class SlurmCluster(Rig):
             self._hosts.clear_link(name)
 
     @contextmanager
+    def delayed_link(self, name: str, *, seconds: float) -> Iterator[None]:
+        """Meanwhile what the host sends and gets takes so long."""
+        relay = self._hosts.delay_link(self._node(name), seconds)
+        try:
+            yield
+        finally:
+            self._hosts.undelay_link(name, relay)
+
+    @contextmanager
     def small_filesystem(self, *, mib: int) -> Iterator[Path]:
         """Meanwhile the login host and all nodes that are on share one more filesystem, of so many MiB; its folder."""
         folder, image = self.shared / "small", self.layout.folder / "small.img"

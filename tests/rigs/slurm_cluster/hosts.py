@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from . import cgroups
+from . import cgroups, delayed_link
 from .configuration import ready_mark
 from .layout import NETNS_PREFIX, RIGS_FOLDER, SWITCH, Layout, RigError
 from .processes import call, is_namespace_init, kill_all, namespace_of, pids_in_namespace, wait_until
@@ -122,6 +124,23 @@ class Hosts:
         """The end of `disturb_link`."""
         for netns, device in ((self.layout.netns(host), "eth0"), (self.layout.netns(SWITCH), host)):
             call(["ip", "netns", "exec", netns, "tc", "qdisc", "delete", "dev", device, "root"])
+
+    def delay_link(self, host: str, seconds: float) -> subprocess.Popen[str]:
+        """Let each frame to and from the host take so long, until `undelay_link`."""
+        switch, program = self.layout.netns(SWITCH), [sys.executable, delayed_link.__file__]
+        call(["ip", "netns", "exec", self.layout.netns(host), *program, "eth0"])
+        call(["ip", "-n", switch, "link", "set", host, "nomaster"])
+        argv = ["ip", "netns", "exec", switch, *program, host, str(seconds)]
+        relay = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert relay.stdout is not None
+        assert relay.stdout.readline() == "ready\n"
+        call(["ip", "-n", switch, "-batch", "-"], input=f"link set {host}-late master br0\nlink set {host}-late up\n")
+        return relay
+
+    def undelay_link(self, host: str, relay: subprocess.Popen[str]) -> None:
+        relay.kill()
+        relay.communicate()
+        call(["ip", "-n", self.layout.netns(SWITCH), "link", "set", host, "master", "br0"])
 
     # Power -----------------------------------------------------------------------------------------------------------
 

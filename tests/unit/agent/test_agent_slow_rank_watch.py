@@ -33,7 +33,7 @@ class Workers:
     def __init__(self, clock: FakeClock, node: int) -> None:
         self.clock, self.layout = clock, SimpleNamespace(group_rank=node, first_rank=2 * node, world_size=4)
         self.late: dict[int, int] = {}
-        self.cost = 0.02
+        self.cost, self.step_ns = 0.02, STEP_NS
         self.groups, self.has_recorder = 1, True
         self.asked = 0
         self.raw: bytes | None = None
@@ -48,8 +48,8 @@ class Workers:
         return {rank: self.raw or self._answer(rank) for rank in (first, first + 1)}
 
     def _answer(self, rank: int) -> bytes:
-        last = self.clock.time_ns() // STEP_NS
-        entered = [n * STEP_NS + self.late.get(rank, 0) + n % 7 * 1000 for n in range(last - 60, last)]
+        last = self.clock.time_ns() // self.step_ns
+        entered = [n * self.step_ns + self.late.get(rank, 0) + n % 7 * 1000 for n in range(last - 60, last)]
         group = {"members": "[0, 1, 2, 3]", "transfers": [], "first": last - 60, "kinds": ["gloo:all_reduce [[9]]"]}
         group |= {"calls": [0] * 60, "entered_ns": entered}
         groups = {f"gloo {index}": group for index in range(self.groups)}
@@ -58,30 +58,36 @@ class Workers:
 
 class Node:
     def __init__(
-        self, clock: FakeClock, folder: Path, node: int, offset: Offset | None, choice: OnSlowRank = OnSlowRank.OBSERVE
+        self,
+        clock: FakeClock,
+        folder: Path,
+        node: int,
+        offset: Offset | None,
+        choice: OnSlowRank = OnSlowRank.OBSERVE,
+        count: int = 2,
     ) -> None:
         self.events: list[Any] = []
         self.figures: dict[str, float] = {}
         self.clock, self.steps, self.left = clock, 0.0, ""
-        self.data_share = 0.1
+        self.data_share, self.travel = 0.1, {"uid0": (100_000, 200_000)}
         site: Any = SimpleNamespace(
             me=SimpleNamespace(
                 paths=SimpleNamespace(slow_ranks=folder),
                 run=SimpleNamespace(pace_json=folder.parent / "pace.json"),
                 spec=SimpleNamespace(slow_ranks=choice, min_nodes=1, segment=1),
                 node=node,
-                attempt=SimpleNamespace(nodes=["n0", "n1"]),
+                attempt=SimpleNamespace(nodes=[f"n{n}" for n in range(count)]),
             ),
             watch=SimpleNamespace(read=self._beats),
             clock=clock,
             files=SimpleNamespace(post=lambda action: action()),
-            notifier=SimpleNamespace(offset_to=lambda uid: offset),
+            notifier=SimpleNamespace(offset_to=lambda uid: offset, travel_from=lambda uid: self.travel.get(uid)),
             info=SimpleNamespace(uid=f"uid{node}"),
             events=SimpleNamespace(write=self.events.append),
         )
         self.watch = SlowRankWatch(site)
         self.workers = Workers(clock, node)
-        members = [SimpleNamespace(node=n, local_world_size=2) for n in range(2)]
+        members = [SimpleNamespace(node=n, uid=f"uid{n}", local_world_size=2) for n in range(count)]
         record = SimpleNamespace(leader="uid0", members=members, lost=(), unfit=(), status=Status.FINAL, waiting=0)
         self.watch.on_record(record, None)  # type: ignore[arg-type]
         self.watch.on_start(self.workers)  # type: ignore[arg-type]
@@ -154,6 +160,22 @@ def test_a_node_whose_ranks_are_all_slow_is_named(
     nodes[1].workers.late = {2: LATE_NS, 3: LATE_NS}
     run(nodes, clock, 3 * EVERY_SECONDS)
     assert caplog.text.count("all ranks on n1 are slow") == 1
+
+
+def test_a_node_whose_network_is_slow_is_named(clock: FakeClock, tmp_path: Path) -> None:
+    nodes = [Node(clock, tmp_path / "slow", node, Offset(offset_ns=0, bound_ns=1000), count=3) for node in range(3)]
+    nodes[0].travel = dict.fromkeys(("uid1", "uid2"), (100_000, 200_000))
+    run(nodes, clock, 3 * EVERY_SECONDS)
+    for node in nodes:
+        node.workers.step_ns = 3 * STEP_NS
+    nodes[0].travel["uid2"] = nodes[2].travel["uid0"] = (LATE_NS, LATE_NS)
+    run(nodes, clock, 3 * EVERY_SECONDS)
+    (found,) = nodes[0].events
+    assert (found.slow.rank, found.slow.host, found.slow.by_network) == (4, "n2", True)
+    for node in nodes:
+        node.workers.step_ns = STEP_NS
+    run(nodes, clock, 3 * EVERY_SECONDS)
+    assert nodes[0].events[-1].recovered
 
 
 @pytest.mark.parametrize("end", ["before_stop", "on_success"])

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.slow_ranks import WINDOWS, Watched, by_node, choose_leaving, find_slow, next_watched
+from hpc_elastic.agent.slow_ranks import (
+    WINDOWS,
+    Network,
+    Watched,
+    by_node,
+    choose_leaving,
+    find_slow,
+    find_slow_network,
+    next_watched,
+)
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, RankSections, SlowRank
 
@@ -116,6 +125,61 @@ def test_a_stage_that_is_late_as_a_whole_is_not_slow() -> None:
     same = [arrivals(rank, group="dp") for rank in (1, 3, 5, 7)]
     assert find(node(*world[:4], *same[:2]), node(*world[4:], *same[2:])) == []
     assert find(node(*world[:4]), node(*world[4:])) == [1, 3, 5, 7]
+
+
+def network(step_ms: int, *travel_ms: float, quick_ms: float | None = None) -> dict[int, NodeArrivals]:
+    """One rank on each node; node 0 coordinates, and the packets between it and the others take `travel_ms`."""
+    us = [(round(1000 * (took if quick_ms is None else quick_ms)), round(1000 * took)) for took in travel_ms]
+    groups = [
+        replace(arrivals(rank), entered_us=(rank * 10, *[1000 * step_ms] * (STEPS - 1))) for rank in range(1 + len(us))
+    ]
+    others = [replace(node(groups[1 + at]), travel_us={0: took}) for at, took in enumerate(us)]
+    first = replace(node(groups[0]), travel_us={1 + at: took for at, took in enumerate(us)})
+    return dict(enumerate((first, *others)))
+
+
+FAST = network(100, 0.2, 0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("windows", "nodes"),
+    [
+        ([FAST, network(300, 0.2, 30, 0.2)], [2]),
+        ([FAST, network(300, 30, 0.2, 30)], [1, 3]),
+        ([FAST, network(300, 30, 30, 30)], [0]),  # the coordinator itself
+        ([FAST, network(300, 0.2, 0.2, 0.2)], []),  # something else takes the time
+        ([FAST, network(100, 0.2, 30, 0.2)], []),  # the collectives take another network
+        ([FAST, network(105, 0.2, 30, 0.2)], []),
+        ([FAST, network(300, 0.2, 2, 0.2)], []),
+        ([network(100, 0.2, 30, 0.2), network(300, 0.2, 35, 0.2)], []),  # it is far away, and always was
+        ([network(300, 0.2, 30, 0.2)], []),  # how long do steps take without?
+        ([FAST, *[network(300, 0.2, 30, 0.2)] * 30], [2]),
+        ([FAST, network(300, 0.2, 30, 0.2, quick_ms=0.2)], [2]),  # a queue, which is not always full
+        ([FAST, network(300, 20, 30, 20, quick_ms=0.2)], []),  # busy machines
+        ([network(100, 20, 20, 20, quick_ms=0.2), network(300, 0.2, 30, 0.2)], [2]),  # they were busy as they started
+        ([network(100, 0.2), network(300, 30)], []),  # of two: whose is it?
+        ([FAST, {}], []),
+    ],
+)
+def test_a_slow_network_is_named_by_its_packets_where_steps_take_longer(
+    windows: list[dict[int, NodeArrivals]], nodes: list[int]
+) -> None:
+    before = Network()
+    for window in windows:
+        found, before = find_slow_network(window, before, round_index=1, names=NAMES)
+    assert sorted(one.node for one in found.values()) == nodes
+    for one in found.values():
+        assert one.share == pytest.approx(2 / 3, rel=0.01)
+        assert str(one).startswith(f"rank {one.rank} on n{one.node} gets packets 30 ms after the others, as its whole")
+        assert str(one).endswith(": a step takes 0.300 s instead of 0.100 s")
+
+
+def test_the_first_window_holds_the_steps_before_the_network_was_slow() -> None:
+    window = network(300, 0.2, 30, 0.2)
+    steps = (0, *[100_000] * 15, *[300_000] * (STEPS - 16))
+    mixed = {at: replace(one, groups=(replace(one.groups[0], entered_us=steps),)) for at, one in window.items()}
+    found, _ = find_slow_network(mixed, Network(), round_index=1, names=NAMES)
+    assert [(one.node, round(one.share, 2)) for one in found.values()] == [(2, 0.67)]
 
 
 def slow(rank: int, on: int = 0) -> SlowRank:

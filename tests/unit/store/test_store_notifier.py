@@ -456,6 +456,18 @@ def test_notifications_and_beats_compare_their_hosts_clocks(make_notifier: MakeN
     assert abs(offset.offset_ns + 3600 * 10**9) <= offset.bound_ns < 1000
 
 
+def test_how_long_packets_take_of_late_is_known(make_notifier: MakeNotifier) -> None:
+    clock = FakeClock(1000.0)
+    a, b = make_notifier("a", clock=clock), make_notifier("b", clock=clock)
+    for seconds in (0.0, *[0.03] * 40):
+        for one, other in ((a, b), (b, a), (a, b)):
+            one.beat([at(other)])
+            clock.now += seconds
+            heard(other)
+    assert b.travel_from("c") is None
+    assert b.travel_from("a") == pytest.approx((0.03e9, 0.03e9), rel=0.1)
+
+
 @pytest.mark.parametrize("said", [{}, {"t": "7"}, {"t": True}, {"t": None, "b": 1}, {"t": 1e300}, {"t": 7, "b": "7"}])
 def test_what_tells_no_time_compares_nothing(
     make_notifier: MakeNotifier, stranger: socket.socket, said: dict[str, object]
