@@ -218,32 +218,22 @@ def _print(text: str) -> None:
 
 
 def coloured_report(text: str) -> str:
-    lines = text.split("\n")
-    found = []
-    is_headline = False
-    for number, line in enumerate(lines):
-        is_rule = _RULE.match(line) is not None
-        after_rule = number > 0 and _RULE.match(lines[number - 1]) is not None
-        field = _FIELD.fullmatch(line)
+    found, is_headline, after_rule = [], False, False
+    for number, line in enumerate(text.split("\n")):
+        is_rule, field, style = _RULE.match(line) is not None, _FIELD.fullmatch(line), ""
+        is_cause = line.startswith("Root Cause")
+        is_headline = is_cause or (is_headline and field is None and line.startswith("  "))
         if is_rule:
-            found.append(painted(line, DIM))
-        elif line.startswith("Root Cause"):
-            found.append(painted(line, f"{BOLD};{RED}"))
-            is_headline = True
-            continue
-        elif field is not None:
-            found.append(painted(field[1], DIM) + field[2])
-        elif is_headline and line.startswith("  "):
-            found.append(painted(line, BOLD))
-            continue
+            style = DIM
+        elif is_cause:
+            style = f"{BOLD};{RED}"
         elif after_rule and number == 1:
             is_open = any(text in line for text in _OPEN)
-            found.append(painted(line, f"{BOLD};{GREEN if ' SUCCEEDED' in line else YELLOW if is_open else RED}"))
-        elif line and not line.startswith(" ") and (line.endswith(":") or after_rule):
-            found.append(painted(line, BOLD))
-        else:
-            found.append(line)
-        is_headline = False
+            style = f"{BOLD};{GREEN if ' SUCCEEDED' in line else YELLOW if is_open else RED}"
+        elif is_headline or (line and not line.startswith(" ") and (line.endswith(":") or after_rule)):
+            style = BOLD
+        after_rule = is_rule
+        found.append(painted(line, style) if field is None else painted(field[1], DIM) + field[2])
     return "\n".join(found)
 
 
