@@ -157,13 +157,10 @@ class Clocks(Struct, frozen=True, kw_only=True):
 
     def axes(self) -> dict[int, tuple[int, int]]:
         """Node → when it last compared clocks, since its boot; how far the reference's wall clock is ahead of that."""
-        found = {}
-        for node, walls in self._walls.items():
-            uptime = walls[-1][0]
-            moment = self.moment(node, 0, uptime_ns=uptime)
-            if moment.bound_ns is not None:
-                found[node] = (uptime, moment.at_ns - uptime)
-        return found
+        last = {node: walls[-1][0] for node, walls in self._walls.items()}
+        moments = {node: self.moment(node, 0, uptime_ns=uptime) for node, uptime in last.items()}
+        known = {node: moment for node, moment in moments.items() if moment.bound_ns is not None}
+        return {node: (last[node], moment.at_ns - last[node]) for node, moment in known.items()}
 
     def on_axis_of(self, before: tuple[int, int] | None) -> Clocks:
         """`before`: what `axes` said of the reference's host in an earlier attempt; its clock was set since then."""

@@ -364,10 +364,7 @@ def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, 
 
 def verdict_of(part: RoundHistory) -> Verdict:
     """The verdict on one round. Text, goodput and JSON ask for it several times: it is found once."""
-    kept = vars(part)
-    if "verdict" not in kept:
-        kept["verdict"] = _find_verdict(part)
-    verdict: Verdict = kept["verdict"]
+    verdict: Verdict = vars(part).get("verdict") or vars(part).setdefault("verdict", _find_verdict(part))
     return verdict
 
 

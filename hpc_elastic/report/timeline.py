@@ -246,9 +246,8 @@ def _mark(
 
 def _choose_ranks(parts: Sequence[PlacedAttempt], entries: Sequence[Entry], most: int) -> tuple[tuple[int, ...], int]:
     nodes = {node.ranks for part in parts for item in part.attempt.rounds for node in item.nodes}
-    everybody = {rank for ranks in nodes for rank in ranks}
-    everybody |= {failure.global_rank for entry in entries for failure in entry.members}
-    everybody = {rank for rank in everybody if rank >= 0}
+    failed = {failure.global_rank for entry in entries for failure in entry.members}
+    everybody = {rank for rank in failed.union(*nodes) if rank >= 0}
     if len(everybody) <= most:
         return tuple(sorted(everybody)), 0
     first: dict[int, int] = {}

@@ -377,21 +377,14 @@ def describe_checkpoint(attempt: AttemptHistory) -> str:
 
 def describe_losses(losses: Sequence[OutputLoss]) -> list[str]:
     lines = []
-    files = [loss for loss in losses if loss.not_in_files]
-    if files:
-        reasons = ", ".join(list(dict.fromkeys(loss.reason for loss in files))[:3])
+    if files := [one for one in losses if one.not_in_files]:
         numbers = [one.rank for loss in files for one in loss.streams if one.not_in_file]
-        lines.append(_lost_bytes(sum(loss.not_in_files for loss in files), numbers, "are in no file", reasons))
-    dropped = sum(loss.not_in_job_log for loss in losses)
-    if dropped:
+        why = ", ".join(list(dict.fromkeys(loss.reason for loss in files))[:3])
+        lines.append((sum(loss.not_in_files for loss in files), numbers, f"are in no file: {why}"))
+    if dropped := sum(loss.not_in_job_log for loss in losses):
         numbers = [one.rank for loss in losses for one in loss.streams if one.not_in_job_log]
-        lines.append(_lost_bytes(dropped, numbers, "are not in the job log", "the job log could not keep up"))
-    return lines
-
-
-def _lost_bytes(count: int, numbers: Sequence[int], where: str, why: str) -> str:
-    whose = f" of {ranks_text(numbers)}" if numbers else ""
-    return f"{count} bytes of the output{whose} {where}: {why}"
+        lines.append((dropped, numbers, "are not in the job log: the job log could not keep up"))
+    return [f"{count} bytes of the output{f' of {ranks_text(of)}' if of else ''} {lack}" for count, of, lack in lines]
 
 
 def describe_restart(restart: InProcessRestart) -> str:
