@@ -37,10 +37,6 @@ class Arming(Struct, frozen=True):
     way: RequeueWay
     reason: str = ""
 
-    @property
-    def is_armed(self) -> bool:
-        return self.way is not RequeueWay.NONE
-
 
 def decide_arming(
     spec: RunSpec,

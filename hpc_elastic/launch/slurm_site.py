@@ -125,7 +125,7 @@ class SlurmSite(Site):
             slurm_cluster=self._job.cluster or "",
             slurm_job_ids=(self._job.job_id,),
             restart_count=self._job.restart_count,
-            requeue_armed=arming.is_armed,
+            requeue_armed=arming.way is not RequeueWay.NONE,
             requeue_reason=arming.reason,
             requeue_way=arming.way.value,
             kill_wait=kill_wait,

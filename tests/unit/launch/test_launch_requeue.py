@@ -197,7 +197,6 @@ def test_the_way_that_there_is(
     assert arming.way.value == way
     assert reason in arming.reason
     assert bool(reason) is bool(arming.reason)
-    assert arming.is_armed is (way != "none")
 
 
 def test_every_combination_keeps_the_promises() -> None:
