@@ -18,9 +18,8 @@ from msgspec import to_builtins
 from hpc_elastic.base.text import plural, ranks_text
 from hpc_elastic.cli.run_argument import find_run_dir
 from hpc_elastic.errors import UsageError
-from hpc_elastic.failures.flight_analysis import Analysis, analyse
+from hpc_elastic.failures.flight_analysis import Analysis, GroupState, analyse
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, rank_of_name, read_dump
-from hpc_elastic.failures.flight_groups import GroupState
 from hpc_elastic.output.terminal import one_line
 
 _MOST_GROUPS = 20

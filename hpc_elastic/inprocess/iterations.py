@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 
 class Rank(Struct, kw_only=True):
-    """The parts of one call on one rank, which last as long as it does."""
-
     state: State
     base: PrefixStore
     watched_base: PrefixStore

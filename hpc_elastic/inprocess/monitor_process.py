@@ -107,7 +107,7 @@ class MonitorProcess:
             return served.read() == b"yes"
 
     def start_iteration(self, place: RankPlace) -> None:
-        """Send the monitor the rank's place. A dead monitor is not noticed here: the other ranks notice."""
+        """A dead monitor is not noticed here: the other ranks notice."""
         try:
             os.write(self._pipe, f"{dumps(place)}\n".encode())
         except BrokenPipeError:

@@ -99,7 +99,6 @@ class ClaimReader(Generic[C]):
         self._read: dict[str, C] = {}
 
     def read(self, round_index: int, claims: Claims, *, without: Container[str] = ()) -> dict[str, C]:
-        """Uid → content of all claims that can be read, but for the uids of `without`."""
         if round_index != self._round:
             self._round, self._read = round_index, {}
         uids = claims.get(self._kind.value, ())
@@ -168,8 +167,7 @@ class OwnClaims:
         self._add_failure(round_index, ClaimKind.FAIL, failure)
 
     def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
-        """Report this node's failures, once the evidence is written; before `join`, since the next freeze settles
-        them."""
+        """Once the evidence is written; before `join`, since the next freeze settles them."""
         self._add_failure(round_index, ClaimKind.SUM, failure)
 
     def report_done(self, round_index: int) -> None:

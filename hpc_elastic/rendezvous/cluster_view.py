@@ -129,8 +129,6 @@ _MOST_READ = 3
 
 
 class ClaimScanner:
-    """Reads all participants' claims into a `ClusterView`, while its participant coordinates."""
-
     def __init__(self, store: Store, uid: str, peers: Peers, detector: FailureDetector) -> None:
         self._store = store
         self._uid = uid

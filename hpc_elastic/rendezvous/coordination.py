@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 from msgspec import Struct
@@ -94,7 +94,7 @@ class RefusalWatch:
         ended, self.now = self.now, None
         return ended
 
-    def heard(self, beats: Collection[str], refused: frozenset[str], now: float) -> bool:
+    def heard(self, beats: Collection[str], refused: Set[str], now: float) -> bool:
         """Take in beats of peers. Returns whether one is refused that was not before: how does this process fare?"""
         if refused:
             self._peer_refused_at = now

@@ -97,8 +97,7 @@ class FailureDetector:
         self._listened = self.mark
 
     def begin_step(self) -> float:
-        """Note that all datagrams so far have been taken in: none are while the step blocks on a file. Returns the
-        time."""
+        """All datagrams so far have been taken in: none are while the step blocks on a file."""
         self._listened = self._clock.monotonic()
         return self._listened
 

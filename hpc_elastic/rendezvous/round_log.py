@@ -98,10 +98,7 @@ def _decode(raw: str) -> dict[str, Any]:
 
 
 def reserve_room(store: Store) -> None:
-    """Keep room free for the run's last record, and for what is written after it: a disk may be full by then.
-
-    Random bytes, which no filesystem makes smaller. Removed with the first file of the attempt's end.
-    """
+    """Keep room for the run's last record, in random bytes that no filesystem makes smaller."""
     store.put_if_absent(RESERVE, os.urandom(_RESERVE_BYTES // 2).hex())
 
 

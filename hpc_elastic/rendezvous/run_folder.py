@@ -156,7 +156,6 @@ class RunFolder:
         return FileStore(Path(self.epoch_path(epoch)), clock=self._clock)
 
     def enter(self, epoch: int) -> FileStore:
-        """`open` for taking part in it."""
         store = self.open(epoch)
         if self._config.job:
             store.put_if_absent("epoch/job", self._config.job)

@@ -168,7 +168,6 @@ class Schedule:
         return True
 
     def survey_now(self, now: float, *, notified: bool) -> bool:
-        """Return whether to look at the claims, as coordinator."""
         if now < self._surveyed_at + self._intervals.coordinator:
             if notified:
                 self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.coordinator)

@@ -325,7 +325,6 @@ TRANSITIONS = MappingProxyType({status: MappingProxyType(row) for status, row in
 
 
 def next_status(status: Status, event: RoundEvent) -> Status:
-    """Raises IllegalTransitionError where the table has no such row."""
     try:
         return TRANSITIONS[status][event]
     except KeyError:

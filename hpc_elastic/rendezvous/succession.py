@@ -38,8 +38,6 @@ class NodesCutOff(RunEvent, frozen=True, kw_only=True):
 
 
 class Move(Struct, frozen=True, kw_only=True):
-    """Step of this participant about the coordinator."""
-
     event: RoundEvent
     """TAKE_OVER, or ASK: name it in the log, so that the silent coordinator can answer."""
     why: str

@@ -33,24 +33,7 @@ MOST_AT_ONCE = 25
 
 
 def old_rounds(names: Iterable[str], *, newest: int, kept: int) -> list[int]:
-    """The rounds' folders among `names` that are to go: those before the last `kept` and `newest`."""
     return sorted(int(name) for name in names if name.isdecimal() and int(name) < newest - kept)
-
-
-class Allowance:
-    def __init__(self, now: float) -> None:
-        self._left = 0.0
-        self._at = now
-
-    def renew(self, now: float) -> None:
-        self._left = min(MOST_AT_ONCE, self._left + REMOVALS_PER_SECOND * max(0.0, now - self._at))
-        self._at = now
-
-    def take(self) -> bool:
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 class Sweep:
@@ -65,7 +48,7 @@ class Sweep:
         self._uid = uid
         self._peers = peers
         self._observes = observes
-        self._allowance = Allowance(now)
+        self._allowed = 0.0
         self._stepped_at = now
         self._claimed = claimed
         self._keys: Iterator[str] = iter(())
@@ -81,14 +64,12 @@ class Sweep:
         try:
             if now - self._stepped_at >= GONE_SECONDS / 2:
                 self._peers.announce()
-            self._stepped_at = now
-            if record is None:
-                return
-            self._allowance.renew(now)
-            if record.status is not Status.FINAL:
+            passed, self._stepped_at = max(0.0, now - self._stepped_at), now
+            self._allowed = min(MOST_AT_ONCE, self._allowed + REMOVALS_PER_SECOND * passed)
+            if record is None or record.status is not Status.FINAL:
                 return
             kept = claim_folder(max(0, record.round - KEPT_ROUNDS))
-            while self._claimed and self._claimed[0] < kept and self._allowance.take():
+            while self._claimed and self._claimed[0] < kept and self._may_remove():
                 self._store.delete(self._claimed[0])
                 self._claimed.popleft()
             if record.leader == self._uid:
@@ -96,8 +77,14 @@ class Sweep:
         except (OSError, StoreError) as error:
             logger.debug("not swept: %s", error)  # the next step tries again; nothing depends on it
 
+    def _may_remove(self) -> bool:
+        if self._allowed < 1:
+            return False
+        self._allowed -= 1
+        return True
+
     def _remove_others(self, record: RoundRecord, joined: AbstractSet[str], now: float) -> None:
-        while self._allowance.take():
+        while self._may_remove():
             key = next(self._keys, None)
             if key is not None:
                 self._store.delete(key)

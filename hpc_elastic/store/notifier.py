@@ -87,17 +87,17 @@ _in_short = json.JSONEncoder(separators=(",", ":")).encode
 """Made once: a beat a second is half of what a sleeping agent does."""
 
 
-class ValidDatagrams(Struct, frozen=True, kw_only=True):
-    notified: bool
-    alive: frozenset[str]
+class ValidDatagrams(Struct):
+    notified: bool = False
+    alive: set[str] = field(default_factory=set)
     """Uids of the senders, of notifications too."""
-    about: frozenset[str] = frozenset()
+    about: set[str] = field(default_factory=set)
     """The keys that were written, by the notifications."""
-    newest: frozenset[str] = frozenset()
+    newest: set[str] = field(default_factory=set)
     """The keys of the newest records, by the beats."""
-    hears: Mapping[str, bool] = field(default_factory=dict)
+    hears: dict[str, bool] = field(default_factory=dict)
     """Sender of a beat → whether it hears this participant."""
-    refused: frozenset[str] = frozenset()
+    refused: set[str] = field(default_factory=set)
     """Senders whose uid the files refuse."""
     muted: float = 0.0
     """Seconds since the last time for which a flood may have drowned what others sent."""
@@ -198,22 +198,15 @@ class Notifier:
 
     def drain(self) -> ValidDatagrams:
         """Take in all waiting datagrams; nothing while `muted_for` says so."""
-        now = self._clock.monotonic()
-        muted = 0.0
+        now, found = self._clock.monotonic(), ValidDatagrams()
         if self._muted_until is not None:
             if now < self._muted_until:
-                return ValidDatagrams(notified=False, alive=frozenset())
+                return found
             # What came in this time was dropped by the kernel, or drowns in what is in its queue now.
-            muted = now - self._muted_until + PERIOD
+            found.muted = now - self._muted_until + PERIOD
             self._muted_until = None
         if now >= self._period_end:
             self._period_end, self._left = now + PERIOD, MOST_REJECTED
-        notified = False
-        alive: set[str] = set()
-        about: set[str] = set()
-        newest: set[str] = set()
-        hears: dict[str, bool] = {}
-        refused: dict[str, bool] = {}
         for _ in range(1000):  # many valid ones must not keep the owner from its work either
             try:
                 data, sender_address = self._socket.recvfrom(MAX_DATAGRAM + 1)
@@ -230,25 +223,18 @@ class Notifier:
                     break
                 continue
             sender, kind, said = accepted
-            alive.add(sender)
+            found.alive.add(sender)
             self._compare_clocks(sender, sender_address, said)
             key = str(said.get("a", ""))
             if key:
-                (about if kind == "ring" else newest).add(key)
+                (found.about if kind == "ring" else found.newest).add(key)
             if kind == "ring":
-                notified = True
+                found.notified = True
                 self.notify(_unpack(said.get("f")), key)
             else:
-                hears[sender], refused[sender] = bool(said.get("h")), bool(said.get("r"))
-        return ValidDatagrams(
-            notified=notified,
-            alive=frozenset(alive),
-            about=frozenset(about),
-            newest=frozenset(newest),
-            hears=hears,
-            refused=frozenset(uid for uid, is_refused in refused.items() if is_refused),
-            muted=muted,
-        )
+                found.hears[sender] = bool(said.get("h"))
+                (found.refused.add if said.get("r") else found.refused.discard)(sender)
+        return found
 
     def _compare_clocks(self, sender: str, address: Address, said: Mapping[str, Any]) -> None:
         sent, bound = said.get("t"), said.get("b")
@@ -304,7 +290,6 @@ class Notifier:
 
 
 def _unpack(packed: object) -> list[Address]:
-    """Empty for a senseless text."""
     try:
         raw = bytes.fromhex(packed) if isinstance(packed, str) else b""
     except ValueError:

@@ -15,7 +15,7 @@ import pytest
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.failures.collectives import compare_ranks
-from hpc_elastic.failures.flight_analysis import Analysis, analyse
+from hpc_elastic.failures.flight_analysis import Analysis, Reason, analyse
 from hpc_elastic.failures.flight_dump import (
     RankDump,
     UnreadableDumpError,
@@ -26,7 +26,6 @@ from hpc_elastic.failures.flight_dump import (
     size_of,
     tail_of,
 )
-from hpc_elastic.failures.flight_groups import Reason
 from hpc_elastic.run.activities import Activity, AwaitedCall, Doing, FlightTail, TailTrack
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"

@@ -16,8 +16,8 @@ import pytest
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess import sockets
-from hpc_elastic.inprocess.settings import with_value_for
 from hpc_elastic.inprocess.tools.inject_fault import Fault, planned
+from hpc_elastic.inprocess.wrap import with_value_for
 
 pytestmark = pytest.mark.torch
 

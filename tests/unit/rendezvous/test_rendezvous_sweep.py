@@ -15,7 +15,6 @@ from hpc_elastic.rendezvous.sweep import (
     MOST_AT_ONCE,
     REMOVALS_PER_SECOND,
     SWEEP_SECONDS,
-    Allowance,
     Sweep,
     old_rounds,
 )
@@ -39,15 +38,6 @@ def test_the_newest_rounds_and_what_is_no_round_are_kept() -> None:
     names = ["000000", "000007", "000008", "000009", "000010", ".nfs000000", "later"]
     assert old_rounds(names, newest=9, kept=1) == [0, 7]
     assert old_rounds(names, newest=0, kept=1) == []
-
-
-def test_an_allowance_is_a_rate_and_a_bound() -> None:
-    allowance = Allowance(0.0)
-    assert not allowance.take()
-    allowance.renew(0.1)
-    assert [allowance.take() for _ in range(6)] == [True] * 5 + [False]
-    allowance.renew(1000.0)
-    assert sum(allowance.take() for _ in range(1000)) == MOST_AT_ONCE
 
 
 class Counting(MemoryStore):
