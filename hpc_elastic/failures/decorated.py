@@ -2,19 +2,9 @@
 
 ::
 
-    [04:37:58 rank2] Traceback (most recent call last):        a prefix before every line: ``| sed``, ``srun -l``
-    [04:37:58 rank2]   File "train.py", line 9, in <module>
-
-    Traceback (most recent call last):                         loguru 0.7: empty lines, an arrow, the variables' values
-
-    > File "train.py", line 7, in <module>
-        main("b")
-        └ <function main at 0x7f7c352d2de0>
-
-    ZeroDivisionError          Traceback (most recent call last)    IPython 9, papermill
-    Cell In[1], line 3
-    ----> 3 f(0)
-
+    [04:37:58 rank2] Traceback (most recent call last):    a prefix before every line: ``| sed``, ``srun -l``
+    > File "train.py", line 7, in <module>                 loguru 0.7: empty lines, an arrow, the variables' values
+    ValueError             Traceback (most recent call last)    IPython 9, papermill; below it: Cell In[1], line 3
     {"event": "failed", "exception": "Traceback (most recent call last):\\n  File ..."}    structlog and other JSON
 
 The first three are rewritten in place, so that every line keeps its number.

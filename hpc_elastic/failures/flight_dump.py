@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from msgspec import Struct, field
@@ -263,16 +263,9 @@ def _rank(held: object, given: int | None) -> int:
     return rank
 
 
-class _Place(NamedTuple):
-    """The columns' own methods for the entries of one kind of call, since dumps have millions of entries."""
-
-    is_transfer: bool
-    trusts_retired: bool
-    call: int
-    track: Track
-    add_sequence: Callable[[int], None]
-    add_call: Callable[[int], None]
-    add_done: Callable[[int], None]
+_Add = Callable[[int], None]
+_Place = tuple[bool, bool, int, Track, _Add, _Add, _Add]
+"""Transfer or not; "retired" means done or not; the call and its track; the columns' own methods, for speed."""
 
 
 def _place(dump: RankDump, key: bytes, kind: tuple[Any, ...]) -> _Place:
@@ -289,7 +282,7 @@ def _place(dump: RankDump, key: bytes, kind: tuple[Any, ...]) -> _Place:
     # A device's watchdog retires what it has seen fail, too, and leaves its state; gloo has no state but this.
     trusts = call.backend in ("", GLOO)
     columns = track.sequences.append, track.calls.append, track.done.append
-    return _Place(is_transfer, trusts, len(dump.calls) - 1, track, *columns)
+    return is_transfer, trusts, len(dump.calls) - 1, track, *columns
 
 
 def _finish(dump: RankDump) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from hpc_elastic.inprocess.state import (
     State,
     Status,
 )
-from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
+from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore, wait_until
 from hpc_elastic.worker_api.restart_group import RestartGroupEvent
 
 if TYPE_CHECKING:
@@ -63,14 +64,11 @@ class Rank(Struct, kw_only=True):
             self.process.shutdown()  # it uses the store too
         try:
             self.base.record_base_terminated_rank(self.state.initial_rank)
-            deadline = time.monotonic() + self.settings.barrier_timeout.total_seconds()
-            pause = 0.002
-            while is_critical and self.base.get_base_terminated_count() < self.state.initial_world_size:
-                if self.has_completed and time.monotonic() >= deadline:
-                    logger.warning("the restart group's store ends; not all ranks have said that they need it no more")
-                    return
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.2)
+            count, limit = self.state.initial_world_size, self.settings.barrier_timeout.total_seconds()
+            if is_critical and not wait_until(
+                lambda: self.base.get_base_terminated_count() >= count, limit if self.has_completed else math.inf
+            ):
+                logger.warning("the restart group's store ends; not all ranks have said that they need it no more")
         except Exception as error:
             logger.warning("rank %d: the restart group's store fails at the end: %s", self.state.rank, error)
 

@@ -30,7 +30,7 @@ from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, ReplacementProcess
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, TCPStore
+from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, TCPStore, wait_until
 
 if TYPE_CHECKING:
     from hpc_elastic.inprocess.wrap import Wrapper
@@ -181,13 +181,11 @@ class _Monitor:
         self._pidfd = pidfd
         self._reader = reader
         self._settings = settings
-        self._page = rank.page
-        self._unplaced = rank.unplaced
+        self._rank = rank
         self._interval = settings.monitor_process_interval.total_seconds()
         self._hard_timeout = settings.hard_timeout.total_seconds()
         self._heartbeat_timeout = settings.heartbeat_timeout.total_seconds()
         self._barrier_timeout = settings.barrier_timeout.total_seconds()
-        self._grace = settings.termination_grace_time.total_seconds()
         self._serves = serves
         self._raw: Any = None
         self._base: Any = None
@@ -231,7 +229,7 @@ class _Monitor:
             next_look = time.monotonic() + self._interval
             if self._place is not None:
                 self._watch_others()
-                if self._stall.is_stalled(self._page.read(), time.monotonic()):
+                if self._stall.is_stalled(self._rank.page.read(), time.monotonic()):
                     self._kill()
                     return Interruption.HARD_TIMEOUT
 
@@ -265,7 +263,8 @@ class _Monitor:
         if self._has_lost_store:
             raise dist.DistNetworkError("the restart group's store is lost")
         if self._base is None:
-            self._base = PrefixStore(self._unplaced.call if self._place is None else self._place.call, self._open_raw())
+            known = self._place or self._rank.unplaced
+            self._base = PrefixStore(known.call, self._open_raw())
         return self._base
 
     def _watch_others(self) -> None:
@@ -301,7 +300,7 @@ class _Monitor:
         logger.error("process %d shows no progress for %g s: it is killed", self._main, self._hard_timeout)
         for signum in (signal.SIGCONT, signal.SIGTERM):
             self._send(signum)
-        if not wait_readable([self._pidfd], self._grace):
+        if not wait_readable([self._pidfd], self._settings.termination_grace_time.total_seconds()):
             self._send(signal.SIGKILL)
             wait_readable([self._pidfd], self._barrier_timeout)
 
@@ -318,13 +317,11 @@ class _Monitor:
             return
         if place is None:
             patience = self._barrier_timeout  # as long as any rank waits for another one
-            self._unplaced.report_exit(lambda: self._open_raw(within=patience), patience=patience)
+            self._rank.unplaced.report_exit(lambda: self._open_raw(within=patience), patience=patience)
             return
         if store.outcome() != COMPLETED:
             store.stand_in_for(place.rank, place.count, cause)
-            deadline = time.monotonic() + self._barrier_timeout
-            while not store.is_released(store.TERMINATION_BARRIER) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: bool(store.is_released(store.TERMINATION_BARRIER)), self._barrier_timeout)
             if place.rank not in store.get_terminated_ranks():
                 PrefixStore(place.iteration + 1, self._base).report_gone(place.initial_rank)
         self._base.record_base_terminated_rank(place.initial_rank)
@@ -333,7 +330,7 @@ class _Monitor:
         base = self._open_base()
         ages: Staleness[str] = Staleness()
         patience = self._barrier_timeout + self._heartbeat_timeout
-        while base.get_base_terminated_count() < self._unplaced.world_size:
+        while base.get_base_terminated_count() < self._rank.unplaced.world_size:
             now = time.monotonic()
             if ages.observe(PULSE, int(base.add(PULSE, 0)), now) >= patience:
                 return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -310,14 +310,18 @@ def read_value(store: Any, key: str) -> str:
     return bytes(store.get(key)).decode() if store.check([key]) else ""
 
 
-def _wait(store: Any, key: str, seconds: float) -> bool:
+def wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
     started = time.monotonic()
-    while not store.check([key]):
+    while not is_so():
         waited = time.monotonic() - started
         if waited >= seconds:
             return False
         time.sleep(min(pause_after(waited, 0.0005), seconds - waited))
     return True
+
+
+def _wait(store: Any, key: str, seconds: float) -> bool:
+    return wait_until(lambda: store.check([key]), seconds)
 
 
 _HOSTED = "hosted_by_the_ring"

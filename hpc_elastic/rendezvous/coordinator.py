@@ -1,14 +1,8 @@
 """The coordinator's decisions: from what it sees to the next record of the log, or none. Pure.
 
-`next_proposal` looks at the round's status, and then at these facts, the first that holds:
-
-- joinable: enough nodes are here and none is waited for → freeze the member list, where the restart policy says so;
-  too few can ever come, or the timeout is over → close; a member is lost, and needed → it is named as lost.
-- frozen: a member is lost or does not confirm → the next round; all confirmed → final.
-- final: a worker failed, or a member is lost → the next round; all workers ended with 0 → close; nodes wait and may
-  come in (`decide_growth`) → the next round.
-- under a preemption notice: no round begins; all workers saved, or time is over → close.
-- otherwise: silent nodes are named as suspects, to be asked whether they live (`failure_detector`).
+`next_proposal` looks at the round's status, and then at facts of which the first that holds decides. Under a preemption
+notice no round begins: all workers saved, or time is over → close. Otherwise silent nodes are named as suspects, to be
+asked whether they live (`failure_detector`).
 """
 
 from __future__ import annotations

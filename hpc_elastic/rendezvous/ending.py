@@ -19,7 +19,7 @@ from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.proposals import propose_close
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals
-from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, node_of, supersedes
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, newest_by_node
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import Store
 
@@ -60,14 +60,8 @@ class Listener(Protocol):
 
 def newest_agents(uids: Iterable[str], *, without: Collection[int] = ()) -> dict[int, str]:
     """Node index → the uid of its newest agent, but for the nodes `without`; observers have no node."""
-    newest: dict[int, str] = {}
-    for uid in uids:
-        node = node_of(uid)
-        if node == OBSERVER_PLACE or node < 0 or node in without:
-            continue
-        if node not in newest or supersedes(uid, newest[node]):
-            newest[node] = uid
-    return newest
+    left_out = {OBSERVER_PLACE, -1, *without}
+    return {node: uid for node, uid in newest_by_node(uids).items() if node not in left_out}
 
 
 def claim_end(store: Store, uid: str) -> bool:

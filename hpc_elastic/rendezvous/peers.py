@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from msgspec import Struct
 
 from hpc_elastic.rendezvous.cache_invalidator import record_name
-from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of, supersedes
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, newest_by_node, node_of
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.notifier import MOST_FORWARDED, Address, Notifier
 
@@ -65,11 +65,7 @@ class Peers:
 
     def observer(self) -> str | None:
         """The supervisor's newest uid; None where none is known to have announced itself."""
-        newest = None
-        for uid in self._known:
-            if node_of(uid) == OBSERVER_PLACE and (newest is None or supersedes(uid, newest)):
-                newest = uid
-        return newest
+        return newest_by_node(self._known).get(OBSERVER_PLACE)
 
     def learn(self, uids: Iterable[str]) -> None:
         """Learn about those that are not known yet, and with them about everybody new: observers are notified too."""

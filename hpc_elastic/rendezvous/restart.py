@@ -12,8 +12,7 @@ from msgspec import Struct
 
 from hpc_elastic.failures.ranking import FailureClass, Ranking, Standing
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeFailure, RoundRecord, supersedes
+from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeFailure, RoundRecord, newest_by_node, node_of
 
 SIGN_SECONDS = 1.0
 """Seconds after the first failure in which a member whose loss explains it may still give a sign of life."""
@@ -89,11 +88,7 @@ def explained_failures(view: ClusterView) -> frozenset[str]:
 
 def newest_per_node(view: ClusterView) -> list[Member]:
     """The newest live agent of each node that asks to be in the round, and may be."""
-    newest: dict[int, NodeInfo] = {}
-    for uid, info in view.joined.items():
-        if uid in view.dead or uid in view.leaving or info.node in view.gone or info.node in view.record.unfit:
-            continue  # a node that was given up stays out: taken in, it would break the round at once
-        other = newest.get(info.node)
-        if other is None or supersedes(uid, other.uid):
-            newest[info.node] = info
-    return [Member(info.uid, info.node, info.local_world_size) for info in newest.values()]
+    # A node that was given up stays out: taken in, it would break the round at once.
+    out = {*view.gone, *view.record.unfit}
+    left = (uid for uid in view.joined if uid not in view.dead and uid not in view.leaving and node_of(uid) not in out)
+    return [Member(uid, node, view.joined[uid].local_world_size) for node, uid in newest_by_node(left).items()]

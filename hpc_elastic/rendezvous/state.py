@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
@@ -54,6 +54,14 @@ def supersedes(newer: str, older: str) -> bool:
     if node_of(newer) != node_of(older) or newer == older:
         return False
     return newer.rsplit("-", 2)[-2:] > older.rsplit("-", 2)[-2:]
+
+
+def newest_by_node(uids: Iterable[str]) -> dict[int, str]:
+    newest: dict[int, str] = {}
+    for uid in uids:
+        if (node := node_of(uid)) not in newest or supersedes(uid, newest[node]):
+            newest[node] = uid
+    return newest
 
 
 _MOST_PACKED = 16 << 20
