@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -29,11 +29,6 @@ JOINERS, WITHDRAWN, SEATED = "joiners", "withdrawn", "seated"
 DECIDED, FINISHED, PULSE = "decided", "finished", "pulse"
 
 
-class JoinRequest(Struct, frozen=True, kw_only=True):
-    uid: str
-    initial_rank: int
-
-
 class Admission(Struct, frozen=True, kw_only=True):
     """The members of the next iteration, in the numbers of the one that ended."""
 
@@ -46,7 +41,7 @@ class Admission(Struct, frozen=True, kw_only=True):
 
 
 def admission(
-    *, iteration: int, world_size: int, terminated: Mapping[int, int | None], requests: Sequence[JoinRequest]
+    *, iteration: int, world_size: int, terminated: Mapping[int, int | None], requests: Mapping[str, int]
 ) -> Admission:
     """Give each request, in order, the dead one's place that it was started for, else an empty one, else a new one.
 
@@ -54,19 +49,17 @@ def admission(
     """
     free = dict(sorted(terminated.items()))
     places: dict[str, int] = {}
-    for request in requests:
-        own = next((rank for rank, initial in free.items() if initial == request.initial_rank), None)
+    for uid, initial_rank in requests.items():
+        own = next((rank for rank, initial in free.items() if initial == initial_rank), None)
         if own is not None:
             del free[own]
-            places[request.uid] = own
-    for request in requests:
-        if request.uid in places:
-            continue
+            places[uid] = own
+    for uid in [uid for uid in requests if uid not in places]:
         if free:
-            places[request.uid] = min(free)
+            places[uid] = min(free)
             del free[min(free)]
         else:
-            places[request.uid] = world_size
+            places[uid] = world_size
             world_size += 1
     return Admission(iteration=iteration, world_size=world_size, places=places, empty=tuple(free))
 
@@ -111,14 +104,10 @@ class Admissions:
         self._base.set(DECIDED, str(state.iteration))
         return loads(Admission, found)
 
-    def _waiting(self) -> list[JoinRequest]:
+    def _waiting(self) -> dict[str, int]:
         gone = {*self._base.items(WITHDRAWN), *self._base.items(SEATED)}
-        found: dict[str, JoinRequest] = {}
-        for item in self._base.items(JOINERS):
-            uid, _, rank = item.partition(" ")
-            if uid not in gone:
-                found[uid] = JoinRequest(uid=uid, initial_rank=int(rank))
-        return list(found.values())
+        asked = (item.partition(" ") for item in self._base.items(JOINERS))
+        return {uid: int(rank) for uid, _, rank in asked if uid not in gone}
 
     def finish(self) -> None:
         """Give no places any more: all have completed."""

@@ -14,7 +14,6 @@ from hpc_elastic.inprocess import replacement
 from hpc_elastic.inprocess.replacement import (
     Admission,
     Admissions,
-    JoinRequest,
     ReplacementProcess,
     admission,
     is_enough,
@@ -39,10 +38,10 @@ def test_every_replacement_has_a_place_of_its_own_and_its_own_one_where_it_is_fr
     world_size: int, dead: set[int], unknown: set[int], came: list[int]
 ) -> None:
     terminated = {rank: None if rank in unknown else rank for rank in dead if rank < world_size}
-    requests = [JoinRequest(uid=f"u{number}", initial_rank=rank) for number, rank in enumerate(came)]
+    requests = {f"u{number}": rank for number, rank in enumerate(came)}
     found = admission(iteration=1, world_size=world_size, terminated=terminated, requests=requests)
     places = list(found.places.values())
-    assert sorted(found.places) == sorted(request.uid for request in requests)
+    assert sorted(found.places) == sorted(requests)
     assert len(set(places)) == len(places)
     # The living keep theirs; what is empty, taken and alive is everything from 0 on.
     alive = set(range(world_size)) - set(terminated)
@@ -51,9 +50,9 @@ def test_every_replacement_has_a_place_of_its_own_and_its_own_one_where_it_is_fr
     assert found.world_size > world_size or set(places) <= set(terminated)
     if found.world_size > world_size:
         assert not found.empty
-    for request in requests:
-        if terminated.get(request.initial_rank, -1) == request.initial_rank:
-            assert found.places[request.uid] == request.initial_rank
+    for uid, initial_rank in requests.items():
+        if terminated.get(initial_rank, -1) == initial_rank:
+            assert found.places[uid] == initial_rank
     assert loads(Admission, dumps(found)) == found
 
 
