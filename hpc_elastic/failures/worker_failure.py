@@ -67,9 +67,12 @@ class WorkerFailure(WorkerFailed, frozen=True, kw_only=True, tag=False):
     @classmethod
     def from_json(cls, value: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
         """Read any version: a key that is missing, unknown or of a wrong type leaves the default. `overrides` hold."""
-        found = codec.readable_fields(cls, value)
+        return cls._of({**codec.readable_fields(cls, value), **overrides})
+
+    @classmethod
+    def _of(cls, found: Mapping[str, Any]) -> WorkerFailure:
         texts = {name: cut_end(clean_text(text), _TEXT_LIMIT) for name, text in found.items() if type(text) is str}
-        return cls(**{**found, **texts, **overrides})
+        return cls(**{**found, **texts})
 
     def to_event(self) -> WorkerFailed:
         fields = {name: getattr(self, name) for name in WorkerFailed.__struct_fields__}
@@ -77,8 +80,9 @@ class WorkerFailure(WorkerFailed, frozen=True, kw_only=True, tag=False):
 
     @classmethod
     def from_event(cls, event: WorkerFailed, **overrides: Any) -> WorkerFailure:
-        known = {**overrides, "global_rank": event.global_rank, "source": EvidenceSource.EVENT}
-        return cls.from_json(codec.to_json(event), **known)
+        known = {name: getattr(event, name) for name in WorkerFailed.__struct_fields__}
+        enums = codec.readable_fields(cls, {name: known.pop(name) for name in ("category", "failure_class")})
+        return cls._of({**known, **enums, "source": EvidenceSource.EVENT, **overrides})
 
     @property
     def headline(self) -> str:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from msgspec import Struct, field
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
 from hpc_elastic.base.files import Owner, has_long_number, parse_json, read_again
@@ -112,8 +112,20 @@ def _line(
         texts = {name: getattr(event, name) for name in event.__struct_fields__}
         cut = {name: text[:_TEXT_LIMIT] for name, text in texts.items() if isinstance(text, str)}
         event = replace(event, **cut)
-    known = {**asdict(head), "host": head.host[:_TEXT_LIMIT]}
-    return EventLine(**known, event=event, raw=raw, attempt=attempt, writer=writer, time_ns=time_ns)
+    return EventLine(
+        name=head.name,
+        written_ns=head.written_ns,
+        number=head.number,
+        role=head.role,
+        node=head.node,
+        host=head.host[:_TEXT_LIMIT],
+        by=head.by,
+        event=event,
+        raw=raw,
+        attempt=attempt,
+        writer=writer,
+        time_ns=time_ns,
+    )
 
 
 class EventFile:
