@@ -193,15 +193,7 @@ class Iterations:
         call.watchdog.reset()
         self._value = None
         self._part = Interruptible()
-        self._thread = MonitorThread(
-            state=self._state,
-            store=PrefixStore(self._state.iteration, call.watched_base),
-            part=self._part,
-            atomic_lock=call.atomic_lock,
-            abort=settings.abort,
-            last_call_wait=settings.last_call_wait.total_seconds(),
-            hold=call.watchdog.hold,
-        )
+        self._thread = MonitorThread(call, PrefixStore(self._state.iteration, call.watched_base), self._part)
         limit = settings.soft_timeout.total_seconds()
         call.watchdog.show(SoftTimeout(state=self._state, store=store, limit=limit).look)
         self._thread.start()

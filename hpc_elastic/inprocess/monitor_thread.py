@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.inprocess.interrupt import (
     Interruptible,
@@ -18,6 +17,9 @@ from hpc_elastic.inprocess.interrupt import (
 from hpc_elastic.inprocess.progress_watchdog import Reading, StallWatch
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord, State, Status, format_interruption_records
 from hpc_elastic.inprocess.store import INTERRUPTED
+
+if TYPE_CHECKING:
+    from hpc_elastic.inprocess.iterations import Rank
 
 __all__ = ["MonitorThread", "RankShouldRestart", "SoftTimeout", "async_raise", "reraise_if_unraisable"]
 
@@ -48,28 +50,13 @@ class SoftTimeout:
 class MonitorThread(threading.Thread):
     """One iteration's watcher. It ends with the iteration, however that ends."""
 
-    def __init__(
-        self,
-        *,
-        state: State,
-        store: Any,
-        part: Interruptible,
-        atomic_lock: Any,
-        abort: Callable[[State], Any] | None,
-        last_call_wait: float,
-        hold: Callable[[], None],
-    ) -> None:
-        """`store` is used by no other thread. `atomic_lock` is held from before the abort until the main thread was
-        interrupted. `hold` is called first: from then on, leaving is the only progress. `last_call_wait` is in seconds.
-        """
-        super().__init__(name=f"inprocess-monitor-{state.iteration}", daemon=True)
-        self._state = state
+    def __init__(self, call: Rank, store: Any, part: Interruptible) -> None:
+        """`store` is used by no other thread."""
+        super().__init__(name=f"inprocess-monitor-{call.state.iteration}", daemon=True)
+        self._call = call
+        self._state = call.state
         self._store = store
         self._part = part
-        self._atomic_lock = atomic_lock
-        self._abort = abort
-        self._last_call_wait = last_call_wait
-        self._hold = hold
         self._stop_wanted = threading.Event()
         self.has_aborted = threading.Event()
         """Set however this ended: the main thread may continue."""
@@ -79,14 +66,14 @@ class MonitorThread(threading.Thread):
     def run(self) -> None:
         try:
             if self._store.wait_for_outcome() == INTERRUPTED:
-                self._hold()
+                self._call.watchdog.hold()  # from now on, leaving is the only progress
                 self._store.answer(self._state.rank, self._state.world_size)
-                self._store.wait_for_answers(self._last_call_wait)
+                self._store.wait_for_answers(self._call.settings.last_call_wait.total_seconds())
                 self._get_main_thread_out(format_interruption_records(self._store.get_interruption_records()))
         except Exception as error:
             self.error = error
             if not self._stop_wanted.is_set():
-                self._hold()
+                self._call.watchdog.hold()
                 self._get_main_thread_out(f"the restart group's store fails: {error}")
         finally:
             self.has_aborted.set()
@@ -101,12 +88,12 @@ class MonitorThread(threading.Thread):
     def _get_main_thread_out(self, why: str) -> None:
         state = self._state
         logger.info("rank %d: iteration %d is interrupted: %s", state.rank, state.iteration, why)
-        with self._atomic_lock:
+        with self._call.atomic_lock:
             state.status = Status.ABORTING
-            if self._abort is not None:
+            if self._call.settings.abort is not None:
                 set_aborted(self._part)
                 try:
-                    self._abort(state)
+                    self._call.settings.abort(state)
                 except Exception:
                     logger.exception("rank %d: abort failed; the restart continues", state.rank)
             state.status = Status.ABORTED

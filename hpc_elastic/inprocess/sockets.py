@@ -74,21 +74,22 @@ def cut(fd: int, inode: str) -> bool:
     return True
 
 
-def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
-    """Open a listening socket for a store that the ranks find at `host`: at that address alone if all resolve it alike.
+def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
+    """Arguments by which torch's ``TCPStore`` listens at `host` alone, where all ranks resolve it alike.
 
-    None where it must listen at all addresses: a name on several hosts, which its owner often calls 127.0.1.1, or an
-    address that is not this host's own. OSError: the port is in use.
+    At all addresses for a name on several hosts, which its owner often calls 127.0.1.1, and for an address that is not
+    this host's own. OSError: the port is in use.
     """
+    everywhere = {"port": port}
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except OSError:
-        if not one_host and host != "localhost":
-            return None
+        if environ.get("WORLD_SIZE", "1") != environ.get("LOCAL_WORLD_SIZE", "") and host != "localhost":
+            return everywhere
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError:
-            return None
+            return everywhere
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
@@ -98,17 +99,8 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            return None
+            return everywhere
         raise
-    return listener
-
-
-def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
-    """Arguments by which torch's ``TCPStore`` listens where its clients come to alone. OSError: the port is in use."""
-    one_host = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "")
-    listener = bind_store(host, port, one_host=one_host)
-    if listener is None:
-        return {"port": port}
     return {"port": int(listener.getsockname()[1]), "master_listen_fd": listener.detach()}
 
 

@@ -131,9 +131,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
     def get_interruption_records(self) -> list[InterruptionRecord]:
         return [InterruptionRecord.from_str(item) for item in self.items("interruptions")]
 
-    def is_any_rank_interrupted(self) -> bool:
-        return self.outcome() == INTERRUPTED
-
     def outcome(self) -> str | None:
         """How this iteration ended: `COMPLETED`, `INTERRUPTED`, or None: not yet."""
         return read_value(self, "over") or None

@@ -77,8 +77,11 @@ class Membership:
         uid = new_uid(node, config.host, clock)
         notifier = None
         if config.settings.doorbell and config.addresses:
+            self.store.put_if_absent("epoch/secret", os.urandom(32).hex())
+            if (secret := self.store.get("epoch/secret")) is None:
+                raise OSError("the store's secret can't be read yet")
             notifier = open_notifier(
-                secret=self._secret(),
+                secret=secret.encode(),
                 run_uid=folder.epoch_name(epoch),
                 uid=uid,
                 host="0.0.0.0",
@@ -95,13 +98,6 @@ class Membership:
             rng=rng,
         )
         self._info, self._notifier, self._coordination = session.info, session.notifier, session.coordination
-
-    def _secret(self) -> bytes:
-        self.store.put_if_absent("epoch/secret", os.urandom(32).hex())
-        secret = self.store.get("epoch/secret")
-        if secret is None:
-            raise OSError("the store's secret can't be read yet")
-        return secret.encode()
 
     def start(self) -> None:
         self._coordination.start()

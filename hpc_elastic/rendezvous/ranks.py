@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from msgspec import Struct
 
@@ -31,14 +32,14 @@ def assign_ranks(
     slots = [here.pop(index, None) for index, _ in places]
     newcomers = [here[index] for index in sorted(here)]
     if not any(slots):
-        return _flat(newcomers[:most])
+        return tuple(chain.from_iterable(newcomers[:most]))
     for place, (_, were) in enumerate(places):
         if slots[place] is None and newcomers:
             sizes = _sizes(were)
             alike = (number for number, found in enumerate(newcomers) if _sizes(found) == sizes)
             slots[place] = newcomers.pop(next(alike, 0))
     taken = [slot for slot in slots if slot is not None]
-    return _flat(taken + newcomers[: most - len(taken)])
+    return tuple(chain.from_iterable(taken + newcomers[: most - len(taken)]))
 
 
 def whole_segments(live: Sequence[Member], segment: int) -> list[Member]:
@@ -54,10 +55,6 @@ def _by_segment(members: Sequence[Member], segment: int) -> dict[int, list[Membe
 
 def _sizes(members: Sequence[Member]) -> list[int]:
     return [member.local_world_size for member in members]
-
-
-def _flat(segments: Sequence[Sequence[Member]]) -> tuple[Member, ...]:
-    return tuple(member for found in segments for member in found)
 
 
 def replacements(previous: Sequence[Member], members: Sequence[Member]) -> list[tuple[Member, Member]]:
