@@ -11,11 +11,12 @@ import os
 import random
 
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.store.base import Store, wiped
+from hpc_elastic.store.base import Store, StoreWipedError
 
 _KEY = "epoch/id"
 
@@ -47,7 +48,7 @@ class StoreId:
         if self._id is None:
             self._id = found
         if found != self._id:
-            raise wiped(self._store, epoch=self._id, found=found, otherwise=self._run_id)
+            raise self._wiped(found)
 
     def check(self, now: float) -> None:
         """Check that it is still the store of a known id. OSError: that can't be found, for the moment."""
@@ -61,7 +62,18 @@ class StoreId:
         if self._missing_since is not None and now - self._missing_since < self._patience:
             raise OSError(errno.ESTALE, "the store's epoch can't be found")
         if found != self._id:
-            raise wiped(self._store, epoch=self._id, found=found, otherwise=self._run_id)
+            raise self._wiped(found)
+
+    def _wiped(self, found: str | None) -> StoreWipedError:
+        why = "has lost its epoch" if found is None else f"was replaced (its epoch is {found}, and was {self._id})"
+        try:
+            if (check := getattr(self._store, "check", None)) is not None:
+                check()
+        except FileNotFoundError:
+            why = "was removed"
+        except (OSError, UnsafePathError) as error:
+            why = f"is not what it was ({error})"
+        return StoreWipedError(root=str(getattr(self._store, "root", self._run_id)), why=why)
 
 
 FEW_NODES = 64

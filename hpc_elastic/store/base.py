@@ -10,7 +10,7 @@ import builtins
 from collections.abc import Sequence
 from typing import Protocol
 
-from hpc_elastic.errors import HpcElasticError, UnsafePathError
+from hpc_elastic.errors import HpcElasticError
 
 
 class StoreError(HpcElasticError):
@@ -86,18 +86,3 @@ class Store(Protocol):
     def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
         """`get` for each of `keys`; several at a time where many round trips cost more than one."""
         return [self.get(key) for key in keys]
-
-
-def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> StoreWipedError:
-    """The error where a store's epoch is `found` instead of the one that was joined; `otherwise` names a store without
-    a place."""
-    why = f"was replaced (its epoch is {found}, and was {epoch})" if found is not None else "has lost its epoch"
-    check = getattr(store, "check", None)
-    try:
-        if check is not None:
-            check()
-    except FileNotFoundError:
-        why = "was removed"
-    except (OSError, UnsafePathError) as error:
-        why = f"is not what it was ({error})"
-    return StoreWipedError(root=str(getattr(store, "root", otherwise)), why=why)
