@@ -112,10 +112,9 @@ def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailu
 
 
 def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
-    """Write error.json, or add ours to what the worker wrote there. Never raises: returns what went wrong, or "".
+    """Write error.json in torch's shape, or add ours to it. Never raises: returns what went wrong, or "".
 
-    The file keeps torch's shape, so that torch's readers and an outer scheduler understand it. A file that was torn,
-    foreign or cut is kept beside it as ``error.original.json``.
+    A file that was torn, foreign or cut is kept beside it as ``error.original.json``.
     """
     try:
         path = Path(error_file)

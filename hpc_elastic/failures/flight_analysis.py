@@ -268,10 +268,7 @@ class _Wait(Struct, frozen=True, kw_only=True):
 
 
 def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Analysis:
-    """Match the entries of all ranks by group and number, and name the ranks that the others wait for.
-
-    Of several dumps with one rank (two backends) all count. Ranks without one are missing where `world_size` is known.
-    """
+    """All of several dumps with one rank count; a rank without one is missing where `world_size` is known."""
     known = sorted(dumps, key=lambda dump: dump.rank)
     if not known:
         return Analysis(says="there is no dump")

@@ -61,10 +61,9 @@ _WATCHDOG = (
 
 
 def explain_chain(chain: Sequence[RaisedException], *, rank: int = -1) -> FailurePattern | None:
-    """Explain an exception with all that it was raised from, the last one first; None where nothing is known.
+    """Explain the exception of the global rank `rank` with all that it was raised from, the last one first.
 
     The first one decides whether it is a symptom: what is raised in the ``finally`` of a failure follows from it.
-    `rank`: the global rank whose exception it is.
     """
     failed = {raised.rank for raised in chain if raised.rank is not None}
     if failed and rank >= 0 and rank not in failed:

@@ -287,10 +287,7 @@ _WAITS_IN = "torch/utils/file_baton.py"
 
 
 def explain_lock(frames: Iterable[Frame], environ: Mapping[str, str], *, cwd: str = "") -> str:
-    """Say what a worker waits for whose stack stands in `FileBaton.wait`; empty for another one. Lists a few folders.
-
-    `environ` and `cwd` are the worker's: extensions are built there, or where ``load(build_directory=…)`` says.
-    """
+    """Say what a worker with these `environ` and `cwd` waits for in `FileBaton.wait`; empty: for nothing."""
     if not any(frame.file.endswith(_WAITS_IN) for frame in frames):
         return ""
     root, locks = _root(environ), list[Path]()
@@ -332,10 +329,9 @@ def find_held_locks(pids: Iterable[int]) -> tuple[HeldLock, ...]:
 
 
 def remove_locks(held: Iterable[HeldLock], environ: Mapping[str, str]) -> list[str]:
-    """Remove what is left of builds whose processes are gone. May wait for a filesystem.
+    """Remove what is left of builds whose processes are gone, and return the paths. May wait for a filesystem.
 
-    Only an empty file in a folder where extensions are built is removed, and only the same one: another process may
-    have begun to build since. Returns the paths that were removed.
+    Only the same empty file in a folder of extensions goes: another process may have begun to build since.
     """
     removed = []
     for lock in held:

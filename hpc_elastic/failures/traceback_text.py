@@ -59,11 +59,9 @@ _NOT_MESSAGE = re.compile(
 
 
 def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | None:
-    """Find the last uncaught exception in `text`, with what it was chained to.
+    """Find the last uncaught exception in `text`, with what it was chained to; `cleaned`: by `clean_text`.
 
-    A traceback that Python printed for something that it went on after (a ``__del__``, an atexit callback, another
-    thread) is taken only where there is no better one, an ignored one never. `cleaned`: it has been through
-    `clean_text`, which takes as long as the search.
+    What Python printed and went on after (a ``__del__``, atexit, another thread) is taken only where nothing else is.
     """
     lines, prefixed = _split(text if cleaned else clean_text(text))
     blocks = _blocks(lines, prefixed)
@@ -228,10 +226,7 @@ def _is_top(line: str) -> bool:
 
 
 def _quotes_on(lines: list[str], at: int, *, first: int, inside: bool) -> bool:
-    """A message goes on on this line with a traceback that began elsewhere: a child's, which it quotes.
-
-    It stands right below the exception's line, `first`, or below a line of the message that ends with a colon.
-    """
+    """A message goes on with a traceback that it quotes: right below its line `first`, or below a colon."""
     before = _line_before(lines, at)
     if not inside and not before.endswith(":") and before != lines[first].strip():
         return False

@@ -20,10 +20,7 @@ _FIELDS = struct.Struct("=qq?q?")
 
 
 class Reading(NamedTuple):
-    """The counters at one moment. `manual` counts the function's pings; the first one of an iteration arms its timeout.
-
-    `epoch` changes when both counters start again; while `paused`, no standstill counts.
-    """
+    """`manual` counts the function's pings, of which the first arms its timeout; `epoch` changes when both restart."""
 
     automatic: int = 0
     manual: int = 0

@@ -122,7 +122,7 @@ class ReplacementProcess:
         self.initial_rank = initial_rank
 
     def wait_for_place(self, base: Any, *, patience: float) -> Admission | None:
-        """Announce this process, and wait until the restart group takes it in; None where the call ended without it.
+        """Announce this process, and wait for its place; None where the call ended without it.
 
         InternalError: the restart group has shown no life for `patience` seconds.
         """

@@ -36,8 +36,7 @@ _ASKED = "end/asked"
 
 
 class EndClaimed(RunEvent, frozen=True, kw_only=True):
-    """The process that finishes the attempt is known. This event and the two below are for this process: no log has
-    them."""
+    """The process that finishes the attempt is known. For this process, as the two below: no log has them."""
 
     by: str
 
@@ -130,10 +129,7 @@ class Ending:
             self._listener.on_event(EndUnclaimed())
 
     def step_of_supervisor(self, record: RoundRecord, peers: Peers, detector: FailureDetector) -> None:
-        """Claim the end where allowed, or report `EndTakenOver`; `AgentsDeparted` when no living agent is left.
-
-        A node that crashes while the run ends says no goodbye, and Slurm may miss it for minutes: its heartbeat stops.
-        """
+        """A node that crashes at the end says no goodbye, and Slurm may miss it: its heartbeat stops."""
         if self._announces:
             self._store.put_if_absent(_ASKED, self._uid)
             self._announces = False

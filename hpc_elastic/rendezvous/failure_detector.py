@@ -245,8 +245,7 @@ class FailureDetector:
     def stale(self) -> dict[str, float]:
         """The awaited nodes to ask though they are heard: uid → seconds for which the heartbeat has not changed.
 
-        Half the lease passes first: most members end their workers in that time, and cost no record. Then it is half
-        the time that the round has waited: a save of minutes at the end costs a few questions.
+        Half the lease passes first: most members end their workers in that time. Then it is half the time of the wait.
         """
         limit = max(self._intervals.lease, self._waited) / 2
         ages = {uid: self.unchanged(uid) for uid in self._awaited if self.hears(uid)}
@@ -259,17 +258,12 @@ class FailureDetector:
         return frozenset(uid for uid in uids if self.unchanged(uid) > limit)
 
     def last_sign(self, uid: str) -> float:
-        """Seconds since its last sign of life, as far as this participant knows.
-
-        A node that is connected changes its heartbeat rarely: that says less than when it was last heard. (What was
-        heard of a node whose heartbeat changed later is forgotten by then.)
-        """
+        """Seconds since it was heard; else since its heartbeat changed, which that of a connected node does rarely."""
         silent = self.silence(uid)
         return self.unchanged(uid) if silent is None else silent
 
     def is_dead(self, uid: str, *, patience: float = 0.0) -> bool:
-        """Return whether its lease has passed without a sign of life in its cell and on the network; or it was asked,
-        and gave no answer in time. `patience`: seconds more than that."""
+        """Its lease has passed without a sign of life, or it gave no answer in time; `patience`: seconds more."""
         silent = self.silence(uid)
         peer = self._peers[uid]
         if peer.asked_at is not None:

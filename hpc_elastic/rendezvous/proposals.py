@@ -65,8 +65,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
 
 
 def propose(record: RoundRecord, event: RoundEvent, why: str, /, **changes: Any) -> Proposal:
-    """The record that `event` leads to after `record`; `changes` are its other fields. IllegalTransitionError: nothing
-    like it may follow."""
+    """`changes` are the record's other fields. IllegalTransitionError: nothing like it may follow."""
     after = record.successor(status=next_status(record.status, event), **changes)
     return Proposal(event=event, record=after, reason=why)
 
@@ -83,11 +82,7 @@ def propose_notice(record: RoundRecord, notice: RunNotice) -> Proposal:
 
 
 class RequestsToAll:
-    """Requests of one participant that the log has not taken yet.
-
-    The first end holds, the notice that leaves the least time, and a SIGTERM before any other signal: it may mean that
-    there is less time than was thought.
-    """
+    """The first end holds, the notice that leaves the least time, and a SIGTERM before any other signal."""
 
     def __init__(self) -> None:
         self._closing: tuple[Outcome, str] | None = None
@@ -111,10 +106,7 @@ class RequestsToAll:
             self._heard = what
 
     def next(self, record: RoundRecord, *, noticed_for: float = 0.0) -> Proposal | None:
-        """The next of them to append after `record`; None where it says all of it, and nothing waits any more.
-
-        `noticed_for`: seconds since this participant read the record's notice, where it has one.
-        """
+        """None where the record says all of them; `noticed_for`: seconds since it gave its notice here."""
         if record.status is not Status.CLOSED:
             if self._closing is not None:
                 outcome, reason = self._closing

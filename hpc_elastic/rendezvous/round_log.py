@@ -39,8 +39,7 @@ class RecordLog:
     def latest(self, *, hint: int = 0) -> LogRecord | None:
         """The newest visible record: one listing, and one read when there is something new.
 
-        `hint` is the number of a record that another participant says is there: one read where it is true and this
-        process has not seen it yet. A newer one is then found at the next look.
+        `hint`: the number of a record that another says is there; a newer one is found at the next look.
         """
         known = self._newest.number if self._newest else 0
         if hint > known and (raw := self._store.get(_key(hint))) is not None:
