@@ -62,7 +62,8 @@ class ChaosSite(Site):
             place = ("--run-dir", run_dir, "--attempt", str(attempt.number), "--node", str(node))
             return own_command("agent", *place, "--launcher-pid", str(os.getpid()))
 
-        return ChaosLauncher(self._stage, len(self._runs), command, environment=environment, umask=0o022)
+        starts = [(command(node), environment(node)) for node in range(len(self._runs))]
+        return ChaosLauncher(self._stage, starts, umask=0o022)
 
 
 def main() -> int:
