@@ -37,8 +37,6 @@ _ASKED_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS, signal.SIGBUS}
 )
-# What the agent sends to end a worker: TERM, ABRT (for a dump of its stacks), KILL.
-_SENT_BY_AGENT = frozenset({signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGINT})
 _END_REQUESTED_TYPES = frozenset({"", "SystemExit", "KeyboardInterrupt"})
 
 

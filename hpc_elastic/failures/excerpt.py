@@ -7,6 +7,7 @@ libraries' frames fill the end, that frame is shown above them. A dump of faulth
 from __future__ import annotations
 
 import re
+from itertools import groupby
 
 from msgspec import Struct
 
@@ -19,7 +20,6 @@ _STACK_WANTED = 12
 """Lines of the stack that a message of many lines leaves room for, and so many of the message are shown in any case."""
 _MESSAGE_LEAST = 3
 _MOST_FRAME_LINES = 2
-_SHOW_ALL = "(--all shows them)"
 _FIRST_CALL_FIRST = "(most recent call first):"
 _FRAME = re.compile(r'(?:\s*\| )*\s*File "([^"]+)", line (\d+)(?:,? in (.*))?')
 
@@ -67,7 +67,7 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
     while end > start and not body[end - 1].strip():
         end -= 1
     if start == 0 and end < len(body):  # a chain whose first exception is the cause: what follows is cut first
-        body = [*body[:end], f"... {len(body) - end} lines below {_SHOW_ALL}"]
+        body = [*body[:end], *_left_out(len(body) - end, "lines below")]
     body = _without_long_message(failure, body, room)
     if start > 0 and (chain := _with_its_first(body, room)):
         return chain
@@ -76,8 +76,7 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
         return shown
     tail = body[-(room - len(frame) - 1) :]
     between = len(body) - len(tail) - at - len(frame)
-    above = [f"... {at} lines above {_SHOW_ALL}"] if at else []
-    return [*above, *frame, *([f"... {between} lines of libraries {_SHOW_ALL}"] if between else []), *tail]
+    return [*_left_out(at, "lines above"), *frame, *_left_out(between, "lines of libraries"), *tail]
 
 
 def _with_its_first(body: list[str], room: int) -> list[str]:
@@ -92,31 +91,24 @@ def _with_its_first(body: list[str], room: int) -> list[str]:
     if not tail or len(body) - len(tail) <= end:
         return []
     above = mine[-1][0] if mine else end - 1
-    return [
-        *([f"... {above} lines above {_SHOW_ALL}"] if above else []),
-        *first,
-        f"... {len(body) - len(tail) - end} lines {_SHOW_ALL}",
-        *tail,
-    ]
+    return [*_left_out(above, "lines above"), *first, *_left_out(len(body) - len(tail) - end, "lines"), *tail]
 
 
 def _beginning_of(body: list[str], room: int, at: int | None, frame: list[str]) -> list[str]:
     if at is None or at < room:
-        return [*body[:room], f"... {len(body) - room} lines below {_SHOW_ALL}"]
-    kept = max(1, room - len(frame) - 1)
-    below = len(body) - at - len(frame)
-    return [
-        *body[:kept],
-        f"... {at - kept} lines of libraries {_SHOW_ALL}",
-        *frame,
-        *([f"... {below} lines below {_SHOW_ALL}"] if below else []),
-    ]
+        return [*body[:room], *_left_out(len(body) - room, "lines below")]
+    kept, below = max(1, room - len(frame) - 1), len(body) - at - len(frame)
+    return [*body[:kept], *_left_out(at - kept, "lines of libraries"), *frame, *_left_out(below, "lines below")]
 
 
 def _end_of(body: list[str], room: int) -> list[str]:
     if len(body) <= room + 1:
         return body
-    return [f"... {len(body) - room} lines above {_SHOW_ALL}", *body[-room:]]
+    return [*_left_out(len(body) - room, "lines above"), *body[-room:]]
+
+
+def _left_out(count: int, what: str) -> list[str]:
+    return [f"... {count} {what} (--all shows them)"] if count else []
 
 
 def _without_long_message(failure: WorkerFailure, body: list[str], room: int) -> list[str]:
@@ -127,7 +119,7 @@ def _without_long_message(failure: WorkerFailure, body: list[str], room: int) ->
         message = text.count("\n") + 1 if is_at_end else 0
     kept = min(message, max(_MESSAGE_LEAST, room - _STACK_WANTED))
     if message - kept > 1 and room > _MESSAGE_LEAST:
-        return [*body[: len(body) - message + kept], f"... {message - kept} more lines {_SHOW_ALL}"]
+        return [*body[: len(body) - message + kept], *_left_out(message - kept, "more lines")]
     return body
 
 
@@ -172,15 +164,11 @@ def _frame_lines(body: list[str], at: int) -> list[str]:
 
 def fold_repeats(lines: list[str]) -> list[str]:
     folded: list[str] = []
-    at = 0
-    while at < len(lines):
-        end = at + 1
-        while end < len(lines) and lines[end] == lines[at]:
-            end += 1
-        if end - at > _REPEATS + 1 and lines[at].lstrip().startswith("File "):
-            indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
-            folded += [*lines[at : at + _REPEATS], f"{indent}[Previous line repeated {end - at - _REPEATS} more times]"]
+    for line, alike in groupby(lines):
+        count = len(list(alike))
+        if count > _REPEATS + 1 and line.lstrip().startswith("File "):
+            indent = line[: len(line) - len(line.lstrip())]
+            folded += [*[line] * _REPEATS, f"{indent}[Previous line repeated {count - _REPEATS} more times]"]
         else:
-            folded += lines[at:end]
-        at = end
+            folded += [line] * count
     return folded

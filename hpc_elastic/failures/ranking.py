@@ -1,10 +1,8 @@
 """The kinds of failures, and the one ranking by which the cause is found among several: live and post mortem.
 
-The agent, the coordinator and the report's verdict all call `Ranking`, so that the reason of a restart and the report
-differ in nothing but what was known by then. The order: a failure that nothing else explains before one that the
-agent's own signal may have provoked, before a symptom; what the agent ended is none. Of several causes the earliest, by
-when its traceback was printed; where that is a hang, the hung rank that is furthest behind. Where times can't be
-compared, the script's own failure before a hang before the infrastructure's.
+The order: a failure that nothing else explains before one that the agent's own signal may have provoked, before a
+symptom; what the agent ended is none. Of several causes the earliest, by when its traceback was printed; where that is
+a hang, the hung rank that is furthest behind. Where times can't be compared, `_CAUSES` is the order.
 """
 
 from __future__ import annotations

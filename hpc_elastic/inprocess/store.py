@@ -1,11 +1,8 @@
 """Agreement between ranks: barriers, lists, and one decision per iteration, over any ``torch.distributed.Store``.
 
-- A barrier is a list of the ranks that arrived: one key to which all append. The rank that finds it complete sets the
-  key for which all wait. A process that watches another one can arrive for it after its death: twice counts once.
-- How an iteration ends is decided once, by compare-and-set: all ranks completed, or it was interrupted. No rank can
-  return while another restarts. Both wake all ranks that wait, at once.
-- A wait in the main thread polls, so that signals and the watchdog get their turn. (torch's ``TCPStore`` also logs a
-  warning for each wait that times out.) One thread alone waits in the store: it must see an interruption at once.
+A barrier is a list of the ranks that arrived; a process that watches another one can arrive for it after its death. How
+an iteration ends is decided once, by compare-and-set: no rank can return while another restarts. A wait in the main
+thread polls, so that signals and the watchdog get their turn; one thread alone waits in the store.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """The failure detector of one participant: which nodes live, are suspect, or are dead.
 
-There are two signs of life. Each node sends a beat, a datagram, every second; and each rewrites its heartbeat, a
-counter in the store, every few seconds (`heartbeat_sender`).
+Each node sends a beat, a datagram, every second, and rewrites its heartbeat, a counter in the store, more rarely.
 
-- A node that was heard before, and from which no packet has come for `intervals.silence` seconds, is a *suspect*, no
-  more. The coordinator writes its name into the log, and the node answers by rewriting its heartbeat at once.
+- A node that was heard before and is silent for `intervals.silence` seconds is a *suspect*: the coordinator writes its
+  name into the log, and the node answers by rewriting its heartbeat at once.
 - A suspect whose heartbeat has not changed `intervals.answer` seconds after the question is *dead*. One that answers
   lives: only its packets are lost, and it has to be heard again before its silence means anything.
-- A node that was never heard is dead when its heartbeat has not changed for `intervals.lease` seconds.
-- A member for which the others wait (`wait_for`) has to use its files, and its beats come from a thread that uses none:
-  they are no answer to the question. It is dead `intervals.lease` seconds after it.
+- A node that was never heard, or for which the others wait (its beats come from a thread that uses no files: they are
+  no answer), is dead when its heartbeat has not changed for `intervals.lease` seconds.
 
-All ages are of this process' own monotonic clock, and none counts while this process was paused. The heartbeat of
-any other node whose beats arrive is not read: that of thousands is in nobody's budget.
+All ages are of this process' own monotonic clock, and none counts while this process was paused.
 """
 
 from __future__ import annotations

@@ -61,7 +61,6 @@ class Participant:
         listener: Listener,
         notifier: Notifier | None = None,
     ) -> None:
-        self._run_id = run_id
         self._store = store
         self._log = RoundLog(store, run_id)
         self._info = info

@@ -665,7 +665,7 @@ def test_all_nodes_answer_at_once_where_a_later_attempt_supersedes_theirs(store:
     """Its supervisor waits for those that answer."""
     nodes = three(store, clock, heard=False)
     before = [store.get(f"hb/{node.info.uid}") for node in nodes]
-    close_run(store, nodes[0].participant._run_id, Outcome.SUPERSEDED, "superseded by attempt 1 on n9")
+    close_run(store, "unit", Outcome.SUPERSEDED, "superseded by attempt 1 on n9")
     for node in nodes:
         node.settle_down()
         node.settle_down()
