@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_elastic.base.files import make_private_dir, write_json
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
@@ -32,6 +32,9 @@ _FRAMES = (
     Frame(file="/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line=83, function="wrapper"),
 )
 """Where a collective raises."""
+
+
+Builder = TypeVar("Builder", bound="RunBuilder")
 
 
 class SetClock:
@@ -179,6 +182,12 @@ class RunBuilder:
             requeue_reason="",
         )
         write_json(self.paths.attempt(number).attempt_json, {"version": 1, "number": number, "nodes": self.names})
+
+    def begin(self: Builder, *, at: float = 1) -> Builder:
+        """The first attempt, and its first round on all nodes."""
+        self.attempt(0)
+        self.round(0, 0, at=at)
+        return self
 
     def clock_offset(
         self, attempt: int, node: int, *, at: float, ahead: float = 0.0, reference: int = 0, bound_ns: int = 1_000_000

@@ -14,9 +14,7 @@ from hpc_elastic.launch.job_watch import EndClaim
 from hpc_elastic.launch.requeue import AttemptResult
 from hpc_elastic.launch.signals import JobCondition, SignalResolver, SlurmAnswer
 from hpc_elastic.launch.site import AgentEnd, Allocation
-from hpc_elastic.launch.supervisor import (
-    Supervisor,
-)
+from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Refusal
 from hpc_elastic.rendezvous.ending import claim_end
@@ -163,6 +161,10 @@ class Agents:
         self.of.pop(node).alive = False
         self._ended.append(AgentEnd(node=node, code=code, detail=detail, started=started))
 
+    def kill_all(self, code: int | None, *, started: bool = True, detail: str = "Killed") -> None:
+        for node in list(self.of):
+            self.kill(node, code, started=started, detail=detail)
+
     def stand_in(self, node: int) -> None:
         """Something runs there that is no agent."""
         self.of[node] = SimpleNamespace(alive=True, frozen=True, participant=SimpleNamespace(record=None))  # type: ignore[assignment]
@@ -279,8 +281,14 @@ class Stage:
     def since(self) -> float:
         return self.world.clock.now - self.noted
 
-    def sent(self, number: signal.Signals) -> Callable[[], None]:
-        return lambda: self.signals.append(number)
+    def sent(self, number: signal.Signals, answer: SlurmAnswer | None = None) -> Callable[[], None]:
+        """A step in which the supervisor gets a signal, and Slurm has another answer from then on."""
+
+        def step() -> None:
+            self.answer = answer or self.answer
+            self.signals.append(number)
+
+        return step
 
     def newest(self) -> RoundRecord:
         record = self.world.newest()

@@ -34,9 +34,7 @@ def test_list_shows_where_the_time_of_all_runs_went(runs: Path, capsys: pytest.C
 
 
 def test_a_run_without_steps_is_in_the_whole_by_its_uptime(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    builder = RunBuilder(runs / "20261118T110642-c", nodes=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=10)
+    builder = RunBuilder(runs / "20261118T110642-c", nodes=2).begin(at=10)
     builder.succeeded(0, 0, at=200)
     builder.end(0, at=201, outcome="succeeded", code=0)
     assert main(["list", "--goodput", "--no-slurm", "--runs-dir", str(runs)]) == 0

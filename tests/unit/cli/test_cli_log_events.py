@@ -15,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    builder = RunBuilder(tmp_path / "run-1", nodes=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run-1", nodes=2).begin()
     builder.fail(make_failure(1, at=9, exception="ValueError: bad\x1b[2J"))
     builder.stopped(0, 0, at=10)
     builder.end(0, at=11, outcome="failed", code=75, decision="requeue: requeue 1 of 3")

@@ -35,9 +35,7 @@ class LogRun(RunBuilder):
 @pytest.fixture
 def run(tmp_path: Path) -> LogRun:
     """Four ranks on two nodes; rank 2 fails in round 0 at 20 s; round 1 goes well."""
-    builder = LogRun(tmp_path / "20261121-053000-train-9f3c", nodes=2, per_node=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = LogRun(tmp_path / "20261121-053000-train-9f3c", nodes=2, per_node=2).begin()
     for second in range(2, 22, 2):
         for rank in range(4):
             if rank != 2 or second < 20:
@@ -138,9 +136,7 @@ def test_options_with_underlines(run: LogRun, capsys: pytest.CaptureFixture[str]
 
 
 def test_nothing_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    builder = LogRun(tmp_path / "r", nodes=1)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = LogRun(tmp_path / "r", nodes=1).begin()
     (line,) = shown(capsys, str(builder.root), "--around-failure", code=2)
     assert "nothing has failed in run r" in line
 
@@ -214,9 +210,7 @@ def test_a_run_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_silent_run_is_said_to_be_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    builder = LogRun(tmp_path / "r", nodes=1, per_node=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = LogRun(tmp_path / "r", nodes=1, per_node=2).begin()
     for rank in (0, 1):
         builder.paths.attempt(0).rank(0, rank).root.mkdir(parents=True)
     assert main(["logs", str(builder.root)]) == 0

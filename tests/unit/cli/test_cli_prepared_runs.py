@@ -35,9 +35,7 @@ def in_bounded_time() -> Iterator[None]:
 
 @pytest.fixture
 def built(tmp_path: Path) -> RunBuilder:
-    built = RunBuilder(tmp_path / "run")
-    built.attempt(0)
-    built.round(0, 0, at=1.0)
+    built = RunBuilder(tmp_path / "run").begin(at=1.0)
     built.fail(make_failure(rank=1, at=5.0, exception="RuntimeError: no"), error_file=True)
     built.end(0, at=9.0, outcome="failed", code=1, decision="end: no", reason="it failed")
     rank = built.paths.attempt(0).rank(0, 1)

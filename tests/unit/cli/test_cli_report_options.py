@@ -18,9 +18,7 @@ from tests.rigs.run_builder import RunBuilder, make_failure
 def builder(tmp_path: Path) -> RunBuilder:
     """Eight ranks: 1 fails alone in round 0, 2 and 3 alike in round 1."""
     (tmp_path / "runs").mkdir(mode=0o700)
-    builder = RunBuilder(tmp_path / "runs" / "20261121-053000-train-9f3c", nodes=4, per_node=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "runs" / "20261121-053000-train-9f3c", nodes=4, per_node=2).begin()
     builder.fail(make_failure(1, at=9, exception="KeyError: 'first'", per_node=2))
     builder.stopped(0, 0, at=10)
     builder.round(0, 1, at=11, reason="restart 1 of 3")

@@ -78,27 +78,35 @@ def test_one_that_has_ended_is_not() -> None:
     assert client.done == []
 
 
+AGAIN = ["requeue 42"]
+
+
 @pytest.mark.parametrize(
-    ("state", "done"),
+    ("state", "slurms", "says", "done"),
     [
-        (RunState.MEETING, ["notify 42"]),
-        (RunState.TRAINING, ["notify 42"]),
-        (RunState.SAVING, []),
-        (RunState.ENDING, []),
-        (RunState.ENDED, ["requeue 42"]),
+        (RunState.MEETING, "PENDING", "42", ["notify 42"]),
+        (RunState.TRAINING, "PENDING", "42", ["notify 42"]),
+        (RunState.SAVING, "PENDING", "42", []),
+        (RunState.ENDING, "PENDING", "42", []),
+        (RunState.ENDED, "PENDING", "42", AGAIN),
+        # Its batch script was killed.
+        (RunState.TRAINING, "FAILED", "had ended without a verdict; it is back in the queue", AGAIN),
+        (RunState.ENDING, "FAILED", "had ended without a verdict; it is back in the queue", AGAIN),
+        # The process that had decided on a requeue was killed before Slurm heard of it.
+        (RunState.REQUEUED, "FAILED", "without the requeue that was decided", AGAIN),
+        (RunState.REQUEUED, "CANCELLED", "without the requeue that was decided", AGAIN),
+        (RunState.REQUEUED, "NODE_FAIL", "without the requeue that was decided", AGAIN),
+        (RunState.REQUEUED, "COMPLETED", "without the requeue that was decided", AGAIN),
+        (RunState.SUBMITTED, "CANCELLED", "had ended before it began", AGAIN),
+        (RunState.SUBMITTED, "DEADLINE", "had ended before it began", AGAIN),
     ],
 )
-def test_workers_save_before_a_requeue(state: RunState, done: list[str]) -> None:
-    client = Client()
-    assert "42" in requeue(asked(state), client)  # type: ignore[arg-type]
+def test_workers_save_before_a_requeue_and_a_job_that_ended_is_put_back(
+    state: RunState, slurms: str, says: str, done: list[str]
+) -> None:
+    client = Client(slurms)
+    assert says in requeue(asked(state), client)  # type: ignore[arg-type]
     assert client.done == done
-
-
-@pytest.mark.parametrize("state", [RunState.TRAINING, RunState.ENDING])
-def test_one_whose_batch_script_was_killed_is_put_back(state: RunState) -> None:
-    client = Client("FAILED")
-    assert "had ended without a verdict; it is back in the queue" in requeue(asked(state), client)  # type: ignore[arg-type]
-    assert client.done == ["requeue 42"]
 
 
 @pytest.mark.parametrize(
@@ -144,21 +152,6 @@ def test_a_run_whose_job_can_not_run_again_goes_on_in_another_job(
     assert said.startswith(f"job {job} goes on from the last checkpoint")
     assert str(refusal.facts["why"]) in said
     assert [entry.run_dir for entry in index.entries(job)] == [script.parent]
-
-
-@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "NODE_FAIL", "COMPLETED"])
-def test_a_requeue_that_was_decided_and_never_came_is_done_now(state: str) -> None:
-    """Whoever had decided it was killed before Slurm heard of it."""
-    client = Client(state)
-    assert "without the requeue that was decided" in requeue(asked(RunState.REQUEUED), client)  # type: ignore[arg-type]
-    assert client.done == ["requeue 42"]
-
-
-@pytest.mark.parametrize("state", ["CANCELLED", "DEADLINE"])
-def test_a_job_that_ended_in_the_queue_is_put_back(state: str) -> None:
-    client = Client(state)
-    assert "had ended before it began" in requeue(asked(RunState.SUBMITTED), client)  # type: ignore[arg-type]
-    assert client.done == ["requeue 42"]
 
 
 def test_the_job_is_the_attempts_or_the_one_that_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,7 @@ def poison(root: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / "runs").mkdir()
-    built = RunBuilder(tmp_path / "runs" / f"run{NASTY.replace(chr(0), '')}")
-    built.attempt(0)
-    built.round(0, 0, at=1.0)
+    built = RunBuilder(tmp_path / "runs" / f"run{NASTY.replace(chr(0), '')}").begin(at=1.0)
     built.fail(make_failure(rank=1, at=5.0, exception="RuntimeError: no"), error_file=True)
     built.event(0, "agent", 2, 6.0, "node_left", node=2, host="n3", reason="why")
     built.end(0, at=9.0, outcome="failed", code=1, decision="end: no", reason="it failed")

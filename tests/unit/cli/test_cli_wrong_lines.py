@@ -1,4 +1,4 @@
-r"""Wrong command lines, each with exactly what it prints and its exit code: a net that does not look inside.
+r"""Wrong command lines, each with exactly what it prints before it exits with 2: a net that does not look inside.
 
 ``wrong_lines.txt`` holds commands as a shell takes them, with what they print below; ``pytest --update-docs`` with this
 file writes what they print now. A line ``# FILE: TEXT`` above a command makes that file (``\n`` is a new line).
@@ -20,7 +20,7 @@ _COMMAND = re.compile(r"(?:(?P<variables>(?:[A-Z_]+=\S* )*))hpc-elastic(?P<words
 
 
 def _blocks() -> list[list[str]]:
-    """Each block: its `#` lines, its ``$`` line, and what the command prints."""
+    """Each block: its `#` lines, its ``$`` line, and what the command prints (and ``exit N``, were it not 2)."""
     return [block.splitlines() for block in LINES.read_text().rstrip("\n").split("\n\n")]
 
 
@@ -37,7 +37,7 @@ def _printed(block: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: 
     code = main(shlex.split(found["words"]))
     out, err = capsys.readouterr()
     here = os.getcwd()
-    return [*given, *(out + err).replace(here, "/here").splitlines(), f"exit {code}"]
+    return [*given, *(out + err).replace(here, "/here").splitlines(), *([f"exit {code}"] if code != 2 else [])]
 
 
 @pytest.mark.parametrize("block", _blocks(), ids=lambda block: next(line for line in block if line[0] == "$")[2:72])
@@ -65,4 +65,4 @@ def test_a_wrong_line_prints_this(
         LINES.write_text(LINES.read_text().replace("\n".join(block), "\n".join(printed)))
         return
     assert printed == block
-    assert printed[-1] == "exit 2"
+    assert not printed[-1].startswith("exit ")

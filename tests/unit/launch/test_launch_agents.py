@@ -297,8 +297,7 @@ def test_ctrl_c_while_no_node_has_met_ends_the_agents_by_signal(s: Stage) -> Non
 
     def end() -> None:
         assert s.agents.terminated
-        for node in list(s.agents.of):
-            s.agents.kill(node, 143, detail="exit code 143")
+        s.agents.kill_all(143, detail="exit code 143")
 
     result = s.run(1.0, s.sent(signal.SIGINT), SILENT_SECONDS / 2, end)
     assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, signal.SIGINT)

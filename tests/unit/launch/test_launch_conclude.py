@@ -64,6 +64,11 @@ class Site:
     def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> None:
         assert tuple(nodes) == ("n3", "n6")
 
+    def stored(self, number: int = 0) -> StoredResult:
+        found = load_result(self.paths.attempt(number).result_json)
+        assert found is not None
+        return found
+
     def requeue(self, plan: NextAttempt) -> Requeued:
         self.plans.append(plan)
         self.look()
@@ -73,18 +78,28 @@ class Site:
 World = tuple[Site, Callable[..., RequeueDecision]]
 
 
-def context(
-    paths: RunPaths, spec: RunSpec, site: Site, attempt: AttemptInfo, events: EventLog, clock: FakeClock
-) -> AttemptContext:
-    return AttemptContext(paths=paths, spec=spec, site=site, attempt=attempt, events=events, clock=clock)  # type: ignore[arg-type]
+def end_of(
+    site: Site,
+    result: AttemptResult,
+    *,
+    spec: RunSpec = SPEC,
+    attempt: AttemptInfo = ATTEMPT,
+    clock: Any,
+    uid: str = "s",
+    events: Path | None = None,
+) -> RequeueDecision:
+    folder = events or site.paths.attempt(attempt.number).events
+    log = EventLog(folder, role="supervisor", host="n1", node=-1, uid=uid, clock=clock)
+    context = AttemptContext(paths=site.paths, spec=spec, site=site, attempt=attempt, events=log, clock=clock)  # type: ignore[arg-type]
+    decision = conclude(context, result)
+    log.close()
+    return decision
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     """A run whose node n3 was lost a minute ago."""
-    builder = RunBuilder(tmp_path / "run")
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run").begin()
     builder.event(0, "agent", 2, 60, "node_lost", round=0, age=8.0, by=0, reason="silent for 8 s")
     paths = builder.paths
     site = Site(paths)
@@ -92,15 +107,9 @@ def world(tmp_path: Path) -> World:
 
     ends = itertools.count()
 
-    def end(result: AttemptResult = TOO_FEW, *, spec: RunSpec = SPEC, attempt: AttemptInfo = ATTEMPT) -> Any:
-        folder = paths.attempt(attempt.number)
-        folder.root.mkdir(exist_ok=True)
-        events = EventLog(
-            folder.events, role="supervisor", host="n1", node=-1, uid=f"s{next(ends)}", clock=builder.clock
-        )
-        decision = conclude(context(paths, spec, site, attempt, events, builder.clock), result)
-        events.close()
-        return decision
+    def end(result: AttemptResult = TOO_FEW, *, attempt: AttemptInfo = ATTEMPT, **more: Any) -> RequeueDecision:
+        paths.attempt(attempt.number).root.mkdir(exist_ok=True)
+        return end_of(site, result, attempt=attempt, clock=builder.clock, uid=f"s{next(ends)}", **more)
 
     return site, end
 
@@ -114,8 +123,7 @@ def test_all_is_written_before_slurm_is_asked(world: World) -> None:
     paths = site.paths
 
     def look() -> None:
-        stored = load_result(paths.attempt(0).result_json)
-        assert stored is not None
+        stored = site.stored()
         assert (stored.action, stored.exit_code, stored.next_job) == ("requeue", 75, "")
         assert load_record(paths.nodes_json).excluded == ("n3",), "before Slurm has it: it would be the user's else"
         assert "n3 (node n3 was lost): left out of later attempts" in paths.attempt(0).report_text.read_text()
@@ -134,8 +142,7 @@ def test_a_run_whose_directory_was_removed_is_not_requeued(
     """The next attempt would find no run; and it is said once."""
     site, _ = world
     shutil.rmtree(site.paths.root)
-    events = EventLog(tmp_path / "elsewhere", role="supervisor", host="n1", node=-1, uid="s", clock=FakeClock())
-    decision = conclude(context(site.paths, SPEC, site, ATTEMPT, events, FakeClock()), TOO_FEW)
+    decision = end_of(site, TOO_FEW, clock=FakeClock(), events=tmp_path / "elsewhere")
     assert decision.action is RequeueAction.END
     assert "the run directory was removed" in decision.reason
     assert site.plans == []
@@ -148,9 +155,7 @@ def test_a_follow_on_job_is_kept(world: World) -> None:
     site.next_job = "8"
     end(attempt=replace(ATTEMPT, requeue_way="chain"), spec=replace(SPEC, requeue_with=RequeueChoice.CHAIN))
     assert [(plan.way, plan.falls_back) for plan in site.plans] == [(RequeueWay.CHAIN, False)]
-    stored = load_result(site.paths.attempt(0).result_json)
-    assert stored is not None
-    assert stored.next_job == "8"
+    assert site.stored().next_job == "8"
     assert [event["job_id"] for event in events_of(site.paths, "requeued")] == ["8"]
 
 
@@ -161,8 +166,7 @@ def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(world: 
     decision = end()
     assert (decision.action, decision.exit_code) == (RequeueAction.END, 143)
     assert site.plans == []
-    stored = load_result(site.paths.attempt(0).result_json)
-    assert stored is not None
+    stored = site.stored()
     assert (stored.action, stored.exit_code) == ("end", 143)
     assert "but the job was cancelled meanwhile" in site.paths.attempt(0).report_text.read_text()
 
@@ -183,8 +187,7 @@ def test_a_requeue_that_failed_is_an_end(world: World) -> None:
     site.look = refuse
     decision = end()
     assert (decision.action, decision.exit_code) == (RequeueAction.END, 1)
-    stored = load_result(site.paths.attempt(0).result_json)
-    assert stored is not None
+    stored = site.stored()
     assert (stored.action, stored.exit_code) == ("end", 1)
     assert "but the requeue failed: requeueing job 7: no" in stored.decision
     assert "requeueing job 7: no" in site.paths.attempt(0).report_text.read_text()
@@ -203,9 +206,7 @@ def test_one_that_is_killed_leaves_the_verdict(world: World) -> None:
     site.look = die
     with pytest.raises(Killed):
         end()
-    stored = load_result(site.paths.attempt(0).result_json)
-    assert stored is not None
-    assert stored.action == "requeue"
+    assert site.stored().action == "requeue"
     site.look = lambda: None
     assert end().action is RequeueAction.REQUEUE, "an agent that takes over comes to the same"
     assert len({plan.excluded for plan in site.plans}) == 1
@@ -262,29 +263,20 @@ def test_no_node_is_bad_for_what_is_a_bug_in_the_script(tmp_path: Path, is_bug: 
         builder.round(0, index, at=1 + 20 * index)
         failure = builder.fail(make_failure(1, at=5 + 20 * index, exitcode=-11, round_index=index))
     site = Site(builder.paths)
-    events = EventLog(
-        builder.paths.attempt(0).events, role="supervisor", host="n1", node=-1, uid="s", clock=FakeClock()
-    )
     failed = replace(TOO_FEW, outcome=Outcome.FAILED, fingerprint=failure.fingerprint, retryable=not is_bug)
-    spec = replace(SPEC, max_requeues=0)
-    conclude(context(builder.paths, spec, site, ATTEMPT, events, builder.clock), failed)
+    end_of(site, failed, spec=replace(SPEC, max_requeues=0), clock=builder.clock)
     assert ("Bad nodes" in builder.paths.attempt(0).report_text.read_text()) is not is_bug
     assert len(load_record(builder.paths.nodes_json).evidence) == 2
 
 
 def test_where_nothing_is_bad_slurm_is_not_asked_for_nodes(tmp_path: Path) -> None:
     """Nor waited for, where it is down."""
-    builder = RunBuilder(tmp_path / "run")
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run").begin()
     builder.fail(make_failure(1, at=60, exitcode=-11))
     site = Site(builder.paths)
     site.eligible_nodes = lambda: pytest.fail("asked")  # type: ignore[method-assign]
-    events = EventLog(
-        builder.paths.attempt(0).events, role="supervisor", host="n1", node=-1, uid="s", clock=builder.clock
-    )
     failed = replace(TOO_FEW, outcome=Outcome.FAILED, reason="restarts exhausted")
-    conclude(context(builder.paths, SPEC, site, ATTEMPT, events, builder.clock), failed)
+    end_of(site, failed, clock=builder.clock)
     assert [plan.excluded for plan in site.plans] == [None]
     assert len(load_record(builder.paths.nodes_json).evidence) == 1
 
@@ -304,6 +296,4 @@ def test_attempts_without_progress_are_counted(world: World) -> None:
         (8, replace(failed, step=101), 0, 0.0),
     ):
         end(result, attempt=replace(ATTEMPT, number=number), spec=replace(SPEC, max_requeues=99))
-        stored = load_result(site.paths.attempt(number).result_json)
-        assert isinstance(stored, StoredResult)
-        assert (number, stored.idle, site.plans[-1].delay) == (number, idle, delay)
+        assert (number, site.stored(number).idle, site.plans[-1].delay) == (number, idle, delay)

@@ -50,6 +50,10 @@ def decide(
 
 
 HANG = {"fingerprint": "hang:stack"}
+CTRL_C = {"outcome": Outcome.CANCELLED, "reason": "SIGINT on n1", "signal_number": 2}
+TIMED_OUT = {"outcome": Outcome.TIMED_OUT, "signal_number": 15}
+PREEMPTED = {"outcome": Outcome.PREEMPTED, "signal_number": 15}
+REQUEUED = {**PREEMPTED, "requeued": True, "attempt": 9, "armed_reason": "x"}
 ROWS: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("success", {"outcome": Outcome.SUCCEEDED}, "end", 0, "the run succeeded"),
     ("spent restarts", {}, "requeue", 75, "requeue 1 of 3 (2 left): restarts exhausted"),
@@ -65,50 +69,14 @@ ROWS: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("a hang with requeues left", HANG, "requeue", 75, "requeue 1 of 3"),
     ("the same failure as before", {"before": BEFORE}, "end", 1, "by the same failure"),
     ("not armed", {"armed_reason": "the site has JobRequeue=0"}, "end", 1, "not enabled: the site has JobRequeue=0"),
-    (
-        "cancelled by the user",
-        {"outcome": Outcome.CANCELLED, "reason": "SIGINT on n1", "signal_number": 2},
-        "end",
-        130,
-        "the run was cancelled (SIGINT on n1)",
-    ),
+    ("cancelled by the user", CTRL_C, "end", 130, "the run was cancelled (SIGINT on n1)"),
     ("cancelled in Slurm", {"outcome": Outcome.CANCELLED, "signal_number": 15}, "end", 143, "cancelled"),
     ("cancelled elsewhere", {"outcome": Outcome.CANCELLED}, "end", 143, "the run was cancelled"),
-    (
-        "cancelled while it ended",
-        {"outcome": Outcome.PREEMPTED, "cancelled": True, "requeued": True},
-        "end",
-        143,
-        "the job was cancelled meanwhile",
-    ),
-    (
-        "the time limit without a notice",
-        {"outcome": Outcome.TIMED_OUT, "signal_number": 15},
-        "requeue",
-        75,
-        "requeue 1 of 3",
-    ),
-    (
-        "the time limit, not armed",
-        {"outcome": Outcome.TIMED_OUT, "signal_number": 15, "armed_reason": "x"},
-        "end",
-        143,
-        "requeue is not enabled: x",
-    ),
-    (
-        "Slurm preempts it without a grace time, and cancels it",
-        {"outcome": Outcome.PREEMPTED, "signal_number": 15},
-        "requeue",
-        75,
-        "requeue 1 of 3",
-    ),
-    (
-        "Slurm has requeued it",
-        {"outcome": Outcome.PREEMPTED, "signal_number": 15, "requeued": True, "attempt": 9, "armed_reason": "x"},
-        "requeue",
-        75,
-        "Slurm itself has put the job back into the queue",
-    ),
+    ("cancelled while it ended", {**PREEMPTED, "cancelled": True, "requeued": True}, "end", 143, "cancelled meanwhile"),
+    ("the time limit without a notice", TIMED_OUT, "requeue", 75, "requeue 1 of 3"),
+    ("the time limit, not armed", {**TIMED_OUT, "armed_reason": "x"}, "end", 143, "requeue is not enabled: x"),
+    ("Slurm preempts it without a grace time, and cancels it", PREEMPTED, "requeue", 75, "requeue 1 of 3"),
+    ("Slurm has requeued it", REQUEUED, "requeue", 75, "Slurm itself has put the job back into the queue"),
 ]
 
 

@@ -116,6 +116,14 @@ class Stage:
         self.store(number).put_if_absent(goodbye_key(uid), "bye")
 
 
+def one_earlier(root: Path) -> tuple[Stage, str, EarlierAttempts]:
+    """An attempt on n1 whose agent has met, its uid, and what the next attempt, on n2, looks at."""
+    stage = Stage(root)
+    stage.begin("n1")
+    [uid] = stage.train(1)
+    return stage, uid, stage.earlier(stage.begin("n2"))
+
+
 def test_the_first_attempt_waits_for_none(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     assert stage.earlier(stage.begin("n1")).supersede()
@@ -180,10 +188,7 @@ def test_an_agent_that_can_not_be_heard_of_is_waited_for_by_what_slurm_says_of_i
 
 
 def test_nobody_was_silent_while_this_process_was_held_up(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    stage.begin("n1")
-    [uid] = stage.train(1)
-    earlier = stage.earlier(stage.begin("n2"))
+    stage, uid, earlier = one_earlier(tmp_path)
     assert not earlier.supersede()
     stage.clock.now += 300  # a filesystem that hung, for the agent too
     assert not earlier.look()
@@ -192,10 +197,7 @@ def test_nobody_was_silent_while_this_process_was_held_up(tmp_path: Path) -> Non
 
 
 def test_an_agent_that_lives_and_does_not_end_keeps_the_next_attempt_from_starting(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    stage.begin("n1")
-    [uid] = stage.train(1)
-    earlier = stage.earlier(stage.begin("n2"))
+    stage, uid, earlier = one_earlier(tmp_path)
     earlier.supersede()
     beat = Heartbeat(stage.store(), uid)
     began = stage.clock.now
@@ -236,19 +238,14 @@ def test_a_node_that_the_attempt_itself_had_lost_is_not_waited_for(tmp_path: Pat
 
 def test_an_attempt_whose_log_can_not_be_understood_keeps_none_from_starting(tmp_path: Path) -> None:
     """Its agents can't read it either, and end."""
-    stage = Stage(tmp_path)
-    stage.begin("n1")
-    stage.train(1)
+    stage, _, earlier = one_earlier(tmp_path)
     stage.store().put_if_absent(f"log/{2:016d}", '{"v": 99}')
-    assert stage.earlier(stage.begin("n2")).supersede()
+    assert earlier.supersede()
 
 
 def test_a_filesystem_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(tmp_path)
-    stage.begin("n1")
-    [uid] = stage.train(1)
+    stage, uid, earlier = one_earlier(tmp_path)
     stage.leave(uid)
-    earlier = stage.earlier(stage.begin("n2"))
     refusals = [OSError(errno.EACCES, "refused")] * 3
     listing = FileStore.list
 
@@ -265,10 +262,7 @@ def test_a_filesystem_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: p
 
 
 def test_a_run_directory_that_was_removed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(tmp_path)
-    stage.begin("n1")
-    stage.train(1)
-    earlier = stage.earlier(stage.begin("n2"))
+    stage, _, earlier = one_earlier(tmp_path)
 
     def is_gone(store: FileStore, folder: str) -> list[str]:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", folder)
@@ -283,10 +277,7 @@ def test_a_run_directory_that_was_removed_is_not_waited_for(tmp_path: Path, monk
 
 
 def test_a_signal_ends_the_wait_and_nothing_was_started(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    stage.begin("n1")
-    stage.train(1)
-    earlier = stage.earlier(stage.begin("n2"))
+    stage, _, earlier = one_earlier(tmp_path)
     with pytest.raises(StartInterruptedError, match="ending on n1"):
         earlier.end(lambda action: action(), is_interrupted=lambda: stage.clock.now > 1003)
 

@@ -218,11 +218,7 @@ def test_fewer_than_min_left_closes_the_run(s: Stage) -> None:
 
 
 def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
-    def all_die() -> None:
-        for node in (0, 1, 2):
-            s.agents.kill(node, 2)
-
-    result = s.run(3.0, all_die)
+    result = s.run(3.0, lambda: s.agents.kill_all(2))
     assert (result.outcome, result.retryable) == (Outcome.FAILED, False)
     assert result.reason == "every agent refused to start the workers (exit code 2)"
     record = s.newest()
@@ -317,16 +313,11 @@ def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(s: Stage) -> No
 
 
 def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(s: Stage) -> None:
-    def first() -> None:
-        s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
-        s.signals.append(signal.SIGUSR2)
-
-    def again(left: float) -> None:
-        s.answer = SlurmAnswer(JobCondition.PREEMPTING, left)
-        s.signals.append(signal.SIGUSR2)
-
+    first, second, third = (
+        s.sent(signal.SIGUSR2, SlurmAnswer(JobCondition.PREEMPTING, left)) for left in (60.0, 54.0, 120.0)
+    )
     began = s.world.clock.now
-    result = s.run(3.0, first, 5.0, lambda: again(54.0), 5.0, lambda: again(120.0))
+    result = s.run(3.0, first, 5.0, second, 5.0, third)
     assert result.reason == "notice SIGUSR2 on head (preemption); n0, n1, n2 had not saved after 35 s"
     assert 35 < s.world.clock.now - began < 50
     assert len(s.names("signal_decided")) == 1
@@ -447,11 +438,8 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(s: Stage) ->
 
 
 def test_a_cancel_while_the_workers_save_ends_everything(s: Stage) -> None:
-    def cancel() -> None:
-        s.answer = SlurmAnswer(JobCondition.ENDED)
-        s.signals.append(signal.SIGTERM)
-
-    result = s.run(3.0, s.sent(signal.SIGUSR2), 3.0, cancel)
+    cancelled = s.sent(signal.SIGTERM, SlurmAnswer(JobCondition.ENDED))
+    result = s.run(3.0, s.sent(signal.SIGUSR2), 3.0, cancelled)
     assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGTERM on head", 15)
 
 
@@ -466,11 +454,7 @@ def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(s: St
             s.signals.append(signal.SIGUSR2)
             s.saved()
 
-    def cancel() -> None:
-        s.answer = SlurmAnswer(JobCondition.ENDED)
-        s.signals.append(signal.SIGTERM)
-
-    result = s.run(3.0, end, 5.0, cancel)
+    result = s.run(3.0, end, 5.0, s.sent(signal.SIGTERM, SlurmAnswer(JobCondition.ENDED)))
     assert result.outcome is (Outcome.FAILED if first == "failed" else Outcome.PREEMPTED)
     assert result.cancelled
 
@@ -507,25 +491,17 @@ def test_an_end_that_no_log_could_take_is_known_all_the_same(s: Stage) -> None:
     s.answer = SlurmAnswer(JobCondition.PREEMPTED)
     s.signals.append(signal.SIGTERM)
 
-    def end_all() -> None:
-        for node in list(s.agents.of):
-            s.agents.kill(node, 143, detail="Terminated")
-
-    result = s.run(5.0, end_all)
+    result = s.run(5.0, lambda: s.agents.kill_all(143, detail="Terminated"))
     assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "SIGTERM on head (preemption)")
     assert s.agents.terminated, "and the agents heard of it by a signal"
 
 
-def test_a_sigterm_after_the_notice_does_not_make_it_slurms(s: Stage) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.PREEMPTED, Outcome.SUCCEEDED])
+def test_a_sigterm_after_a_notice_or_the_verdict_changes_nothing(s: Stage, outcome: Outcome) -> None:
     s.agents.stubborn = True
-    result = s.run(3.0, s.sent(signal.SIGUSR2), 3.0, s.saved, 3.0, s.sent(signal.SIGTERM))
-    assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
-
-
-def test_a_sigterm_after_the_verdict_changes_nothing(s: Stage) -> None:
-    s.agents.stubborn = True
-    result = s.run(3.0, s.done, 1.0, s.sent(signal.SIGTERM))
-    assert (result.outcome, result.signal_number) == (Outcome.SUCCEEDED, None)
+    before = (s.sent(signal.SIGUSR2), 3.0, s.saved) if outcome is Outcome.PREEMPTED else (s.done,)
+    result = s.run(3.0, *before, 3.0, s.sent(signal.SIGTERM))
+    assert (result.outcome, result.signal_number) == (outcome, None)
 
 
 def test_the_end_of_a_child_is_no_notice(s: Stage) -> None:
@@ -593,14 +569,10 @@ def test_an_agent_that_lost_the_store_is_not_started_again(s: Stage) -> None:
 
 
 def test_all_agents_lost_the_store_and_the_supervisor_sees_why(s: Stage) -> None:
-    def wipe() -> None:
-        for node in list(s.agents.of):
-            s.agents.kill(node, STORE_LOST_CODE, detail="exit code 94")
-
     def see() -> None:
         s.look.failure = StoreWipedError(root="/runs/x/store", why="was removed")
 
-    result = s.run(3.0, wipe, 8.0, see)
+    result = s.run(3.0, lambda: s.agents.kill_all(STORE_LOST_CODE, detail="exit code 94"), 8.0, see)
     assert result.outcome is Outcome.FAILED
     assert "/runs/x/store was removed" in result.reason
     assert s.agents.relaunched == []
@@ -614,8 +586,7 @@ def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(s: Sta
 
     def end() -> None:
         assert s.agents.terminated
-        for node in list(s.agents.of):
-            s.agents.kill(node, 143, detail="exit code 143")
+        s.agents.kill_all(143, detail="exit code 143")
 
     result = s.run(3.0, hang, SILENT_SECONDS + 1, end)
     assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, signal.SIGINT)
@@ -695,8 +666,7 @@ def test_the_end_of_all_agents_is_dealt_with_without_polling(s: Stage) -> None:
 
     def all_die() -> None:
         s.look.hangs = True
-        for node in (0, 1, 2):
-            s.agents.kill(node, None, started=False)
+        s.agents.kill_all(None, started=False)
         taken = s.agents.take
 
         def last() -> list[AgentEnd]:

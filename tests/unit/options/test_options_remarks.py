@@ -126,25 +126,8 @@ def test_several_nodes_on_a_login_node(
 
 
 def test_the_plan_has_five_lines(here: Path) -> None:
-    parsed = parse(
-        [
-            "-N",
-            "2-4",
-            "--spares",
-            "1",
-            "--nproc-per-node",
-            "8",
-            "--max-requeues",
-            "0",
-            "-p",
-            "gpu",
-            "-t",
-            "10",
-            "train.py",
-        ],
-        ALL_OPTIONS,
-        refused={},
-    )
+    argv = ["-N2-4", "--spares=1", "--nproc-per-node=8", "--max-requeues=0", "-p", "gpu", "-t", "10", "train.py"]
+    parsed = parse(argv, ALL_OPTIONS, refused={})
     nodes = job_options.asked_nodes(parsed)
     spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=here, env=ENV, grace=120)
     options = job_options.sbatch_options(parsed, nodes=nodes, job_name="x", grace=120)

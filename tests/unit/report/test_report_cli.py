@@ -15,9 +15,7 @@ def call(*argv: str) -> int:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    builder = RunBuilder(tmp_path / "run-1")
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run-1").begin()
     builder.fail(make_failure(2, at=9, exception="ValueError: b\u00e4d"))
     builder.end(0, at=10, outcome="failed", code=1)
     builder.attempt(1, at=20)

@@ -23,8 +23,7 @@ def builder(tmp_path: Path) -> RunBuilder:
 
 
 def two_rounds(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.fail(make_failure(2, at=30, exception="ValueError: bad"))
     builder.fail(make_failure(0, at=30.1, exception=f"RuntimeError: {GLOO.format(rank=0)}"))
     builder.stopped(0, 0, at=31)
@@ -69,8 +68,7 @@ TRACE = make_failure(2, at=30, exception="ValueError: bad").traceback.rstrip("\n
 
 
 def test_a_closed_run_is_the_decision_about_its_last_round(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.fail(make_failure(2, at=30, exitcode=3))
     builder.event(0, "agent", 0, 31, "round_opened", round=1, reason="worker failure on node 2", restarts_used=0)
     builder.event(0, "agent", 0, 32, "closed", round=1, outcome="failed", reason="restarts exhausted (0 of 0)")
@@ -86,8 +84,7 @@ def test_failures_that_a_lost_node_explains_are_its_consequences(
     builder: RunBuilder, event: str, fields: dict[str, str]
 ) -> None:
     """As the coordinator found when it knew who was left: one loss, in the round in which it happened."""
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.fail(make_failure(0, at=30, exception="ConnectionError: peer closed the connection"))
     builder.fail(make_failure(1, at=30, exitcode=3))
     builder.event(0, "agent", 0, 31, "round_opened", round=1, reason="rank 0 ended with exit code 1", restarts_used=0)
@@ -104,8 +101,7 @@ def test_failures_that_a_lost_node_explains_are_its_consequences(
 
 
 def test_what_failed_of_our_own_is_told_and_loses_no_node(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.event(0, "agent", 1, 33, "platform_failure", round=0, reason="the workers' TCPStore is gone: killed")
     (part,) = collect_run(builder.root).attempts[0].rounds
     (own,) = part.own_failures
@@ -123,8 +119,7 @@ def test_a_command_has_the_name_of_the_script_that_it_runs(builder: RunBuilder) 
 
 
 def test_a_lost_node_is_named_and_its_agents_end_told(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.event(0, "supervisor", -1, 30, "agent_ended", node=2, name="n3", code=137)
     builder.event(0, "agent", 0, 33, "node_lost", round=0, node=2, host="", age=3.5)
     (part,) = collect_run(builder.root).attempts[0].rounds
@@ -161,8 +156,7 @@ def test_an_agent_that_died_and_was_started_again(builder: RunBuilder, lost_its_
 
 
 def test_agents_whose_srun_was_killed_are_told_and_take_no_later_death_for_theirs(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     for node in range(4):
         ended = {"name": f"n{node + 1}", "code": None, "detail": "its step ended, srun: SIGKILL"}
         builder.event(0, "supervisor", node, 30, "agent_ended", **ended)
@@ -197,8 +191,7 @@ def test_agents_that_end_with_their_run_are_no_losses(builder: RunBuilder) -> No
 
 
 def test_an_end_with_0_is_a_fact_of_a_round_that_broke(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.fail(make_failure(2, at=30, exitcode=3))
     own = [{"rank": 1, "exitcode": 0, "ended_ns": 7, "ended_uptime_ns": 27, "stopped": False}, {"rank": "x"}, 7]
     builder.event(0, "agent", 1, 31, "workers_stopped", round=0, seconds=0.1, ends=own)
@@ -213,8 +206,7 @@ def test_an_end_with_0_is_a_fact_of_a_round_that_broke(builder: RunBuilder) -> N
 
 
 def test_an_event_without_an_error_file_counts(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.fail(make_failure(2, at=30, exitcode=-11), error_file=False)
     (failure,) = collect_run(builder.root).attempts[0].rounds[0].failures
     assert (failure.global_rank, failure.signal, failure.host) == (2, "SIGSEGV", "n3")
@@ -223,8 +215,7 @@ def test_an_event_without_an_error_file_counts(builder: RunBuilder) -> None:
 
 
 def test_an_error_file_that_no_agent_completed_counts(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.fail(make_failure(0, at=30, exitcode=3))
     folder = builder.paths.attempt(0).rank(0, 2).root
     folder.mkdir(mode=0o700)
@@ -315,8 +306,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_workers_that_were_to_be_forks_and_are_not_are_reported_with_the_reason(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     why = "the fork server ended with SIGABRT while it imported mine"
     for node, started_fresh in ((0, why), (1, why), (2, "")):
         builder.event(0, "agent", node, 5, "workers_started", round=0, pids=[1], started_fresh=started_fresh)

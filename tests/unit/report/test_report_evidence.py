@@ -34,10 +34,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def begun(root: Path, *, nodes: int = 4, per_node: int = 1) -> RunBuilder:
-    builder = RunBuilder(root / "run-1", nodes=nodes, per_node=per_node)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
-    return builder
+    return RunBuilder(root / "run-1", nodes=nodes, per_node=per_node).begin()
 
 
 def ended(builder: RunBuilder, *, at: float = 90) -> RoundHistory:

@@ -163,9 +163,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _many_words(root: Path, *, cause: str = "ValueError: bad batch", error_files: bool = True) -> RunBuilder:
     """512 ranks on 64 nodes; rank 37 is the cause, the others lost it in three wordings."""
-    builder = RunBuilder(root, nodes=64, per_node=8)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(root, nodes=64, per_node=8).begin()
     for rank in range(512):
         text = cause if rank == 37 else READ if rank % 5 == 1 else PIPE if rank == 500 else CLOSED
         failure = make_failure(rank, at=60 + (rank * 7 % 512) / 1000 + (rank != 37), exception=text, per_node=8)

@@ -22,9 +22,7 @@ STUCK = "D (disk sleep) in rpc_wait_bit_killable, system call read <x>"
 @pytest.fixture
 def builder(tmp_path: Path) -> RunBuilder:
     """Four nodes of one rank: rank 3 sits in the kernel, the others wait for it."""
-    builder = RunBuilder(tmp_path / "run-1")
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run-1").begin()
     builder.fail(make_failure(3, at=30, exception="hang: no heartbeat for 60.0 s"))
     for rank in range(4):
         silent = rank == 3

@@ -26,162 +26,132 @@ from tests.unit.report.test_report_advice import failing_run
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reference" / "json.md"
 
 INT, TEXT, NUMBER, BOOL = "int", "str", "float|int", "bool"
+
+
+def of(kind: str, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
 LOSS: dict[str, Any] = {
-    "node": INT,
-    "host": TEXT,
-    "round": INT,
-    "seen_ns": INT,
-    "silent_seconds": NUMBER,
-    "detail": "str?",
-    "agent_only": BOOL,
-    "left": "str?",
-    "broke": "str?",
-    "unable": "str?",
-    "refusal": "str?",
+    **of(INT, "node round seen_ns"),
+    **of(TEXT, "host"),
+    **of(NUMBER, "silent_seconds"),
+    **of("str?", "detail left broke unable refusal"),
+    **of(BOOL, "agent_only"),
 }
 FAILURE: dict[str, Any] = {
-    **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),
-    **dict.fromkeys(("ended_ns", "ended_uptime_ns", "printed_ns", "stopped_ns", "oom_kills"), INT),
-    "waited": NUMBER,
-    **dict.fromkeys(("host", "signal", "message", "exception_type", "traceback", "stderr_tail", "fingerprint"), TEXT),
-    **dict.fromkeys(("category", "failure_class", "reason", "source", "error_file", "problem"), TEXT),
-    **dict.fromkeys(
-        ("retryable", "core_dumped", "stopped_by_agent", "node_suspect", "is_caught", "is_nodes_oom", "is_shown"), BOOL
-    ),
-    "last_step": "int?",
+    **of(INT, "version attempt round node local_rank global_rank pid exitcode"),
+    **of(INT, "ended_ns ended_uptime_ns printed_ns stopped_ns oom_kills"),
+    **of(NUMBER, "waited"),
+    **of(TEXT, "host signal message exception_type traceback stderr_tail fingerprint"),
+    **of(TEXT, "category failure_class reason source error_file problem"),
+    **of(BOOL, "retryable core_dumped stopped_by_agent node_suspect is_caught is_nodes_oom is_shown"),
+    **of("int?", "last_step"),
 }
 PLACE: dict[str, Any] = {
-    **dict.fromkeys(("global_rank", "local_rank", "node", "pid", "exitcode", "ended_ns"), INT),
-    "host": TEXT,
-    "error_file": TEXT,
-    "at_ns": "int?",
-    "at_bound_ns": "int?",
+    **of(INT, "global_rank local_rank node pid exitcode ended_ns"),
+    **of(TEXT, "host error_file"),
+    **of("int?", "at_ns at_bound_ns"),
 }
 CORE: dict[str, Any] = {
-    **dict.fromkeys(("cause", "summary", "confidence", "evidence", "same_failure_ranks"), TEXT),
-    "suspects": [{"rank": INT, "host": "str?", "why": TEXT}],
-    "category": "str?",
-    "retryable": BOOL,
-    "fingerprint": "str?",
-    "resolution_ns": "int?",
+    **of(TEXT, "cause summary confidence evidence same_failure_ranks"),
+    **of("str?", "category fingerprint"),
+    **of(BOOL, "retryable"),
+    **of("int?", "resolution_ns"),
+    "suspects": [{**of(INT, "rank"), **of("str?", "host"), **of(TEXT, "why")}],
     "lost_node": (LOSS, None),
 }
 VERDICT: dict[str, Any] = {
     **CORE,
-    "attempt": "int?",
-    "round": "int?",
+    **of("int?", "attempt round"),
     "failure": (FAILURE, None),
     "nodes_apart": [TEXT],
-    "user_frame": ({"file": TEXT, "line": INT, "function": TEXT}, None),
+    "user_frame": ({**of(TEXT, "file function"), **of(INT, "line")}, None),
     "candidates": [PLACE],
 }
 RING: dict[str, Any] = {
-    "iteration": INT,
-    "seconds": "float|int",
-    "world_size": INT,
-    "interruptions": [{"rank": INT, "interruption": TEXT}],
+    **of(INT, "iteration world_size told_ns node"),
+    **of(NUMBER, "seconds"),
+    **of("str?", "gave_up"),
+    "interruptions": [{**of(INT, "rank"), **of(TEXT, "interruption")}],
     "joined": [INT],
-    "gave_up": "str?",
-    "told_ns": INT,
-    "node": INT,
 }
 ROUND: dict[str, Any] = {
-    "index": INT,
-    "reason": "str?",
-    "started_ns": "int?",
-    "seconds": "float|int?",
-    "world_size": "int?",
-    "nodes": [{"node": INT, "host": TEXT, "group_rank": INT, "ranks": TEXT}],
-    "replaced": [{"node": INT, "host": TEXT, "group_rank": INT, "replaces_node": INT, "replaces_host": TEXT}],
+    **of(INT, "index"),
+    **of("str?", "reason"),
+    **of("int?", "started_ns world_size"),
+    **of("float|int?", "seconds"),
+    **of(BOOL, "succeeded"),
+    "nodes": [{**of(INT, "node group_rank"), **of(TEXT, "host ranks")}],
+    "replaced": [{**of(INT, "node group_rank replaces_node"), **of(TEXT, "host replaces_host")}],
     "in_process": [RING],
-    "fresh_starts": [{"host": TEXT, "reason": TEXT}],
-    "succeeded": BOOL,
+    "fresh_starts": [{**of(TEXT, "host reason")}],
     "stopping_reasons": [TEXT],
-    "decision": ({"action": TEXT, "reason": TEXT, "restarts_used": "int?", "max_restarts": "int?"}, None),
+    "decision": ({**of(TEXT, "action reason"), **of("int?", "restarts_used max_restarts")}, None),
     "lost_nodes": [LOSS],
     "verdict": (CORE, None),
     "failures": [
         {
-            "ranks": TEXT,
-            "count": INT,
+            **of(TEXT, "ranks"),
+            **of(INT, "count"),
             "hosts": [TEXT],
             "first": FAILURE,
-            "wordings": [{"ranks": TEXT, "count": INT, "first": FAILURE}],
+            "wordings": [{**of(TEXT, "ranks"), **of(INT, "count"), "first": FAILURE}],
             "members": [PLACE],
         }
     ],
     "heartbeats": [
-        {
-            "rank": INT,
-            "node": INT,
-            "step": "int?",
-            "section": TEXT,
-            "age": NUMBER,
-            "told_ns": INT,
-            "counted_steps": "int?",
-        },
+        {**of(INT, "rank node told_ns"), **of("int?", "step counted_steps"), **of(TEXT, "section"), **of(NUMBER, "age")}
     ],
-    "stacks": [{"ranks": TEXT, "stack": [TEXT], "state": TEXT}],
-    "threads": [{"ranks": TEXT, "name": TEXT, "stack": [TEXT]}],
+    "stacks": [{**of(TEXT, "ranks state"), "stack": [TEXT]}],
+    "threads": [{**of(TEXT, "ranks name"), "stack": [TEXT]}],
 }
-STREAM: dict[str, Any] = {"round": INT, "rank": INT, "stream": TEXT, "not_in_file": INT, "not_in_job_log": INT}
+STREAM: dict[str, Any] = {
+    **of(INT, "round rank not_in_file not_in_job_log"),
+    **of(TEXT, "stream"),
+}
 ATTEMPT: dict[str, Any] = {
-    "number": INT,
-    "job_id": "str?",
+    **of(INT, "number"),
+    **of("str?", "job_id outcome reason decision"),
+    **of("int?", "started_ns ended_ns exit_code"),
     "nodes": [TEXT],
-    "started_ns": "int?",
-    "ended_ns": "int?",
-    "outcome": "str?",
-    "reason": "str?",
-    "exit_code": "int?",
-    "decision": "str?",
     "notices": [TEXT],
     "outages": [
         {
-            "kind": TEXT,
-            "node": "int?",
-            "host": TEXT,
-            "since_ns": INT,
-            "seconds": NUMBER,
-            "over": BOOL,
-            "error": "str?",
-            "path": "str?",
+            **of(TEXT, "kind host"),
+            **of("int?", "node"),
+            **of(INT, "since_ns"),
+            **of(NUMBER, "seconds"),
+            **of(BOOL, "over"),
+            **of("str?", "error path"),
         }
     ],
     "output_lost": [
         {
-            "host": TEXT,
-            "node": INT,
-            "reason": TEXT,
-            "not_in_files": INT,
-            "not_in_job_log": INT,
-            "told_ns": INT,
+            **of(TEXT, "host reason"),
+            **of(INT, "node not_in_files not_in_job_log told_ns"),
             "streams": [STREAM],
         }
     ],
     "commands": [
         {
-            "command": TEXT,
-            "about": "str?",
-            "host": TEXT,
-            "node": "int?",
-            "reason": TEXT,
-            "code": INT,
-            "seconds": NUMBER,
+            **of(TEXT, "command host reason"),
+            **of("str?", "about log"),
+            **of("int?", "node"),
+            **of(INT, "code told_ns"),
+            **of(NUMBER, "seconds"),
             "output": [TEXT],
-            "log": "str?",
-            "told_ns": INT,
         }
     ],
-    "agents_ended": [{"node": INT, "name": TEXT, "code": "int?", "detail": "str?", "seen_ns": INT}],
+    "agents_ended": [{**of(INT, "node seen_ns"), **of(TEXT, "name"), **of("int?", "code"), **of("str?", "detail")}],
     "agents_relaunched": [TEXT],
-    "nodes_given_up": [{"node": INT, "name": TEXT, "cause": TEXT, "reason": TEXT, "seen_ns": INT}],
+    "nodes_given_up": [{**of(INT, "node seen_ns"), **of(TEXT, "name cause reason")}],
     "problems": [TEXT],
     "clocks": (
         {
-            "reference_node": INT,
-            "reference_host": TEXT,
-            "offsets": [{"node": INT, "offset_ns": INT, "bound_ns": INT}],
+            **of(INT, "reference_node"),
+            **of(TEXT, "reference_host"),
+            "offsets": [{**of(INT, "node offset_ns bound_ns")}],
             "contradicted": [TEXT],
         },
         None,
@@ -189,51 +159,38 @@ ATTEMPT: dict[str, Any] = {
     "rounds": [ROUND],
 }
 COST: dict[str, Any] = {
-    "attempt": INT,
-    "round": INT,
-    "what": TEXT,
-    "seconds": NUMBER,
-    "queued": NUMBER,
-    "recomputed": NUMBER,
-    "recovered": BOOL,
-    "is_failure": BOOL,
-    "host": TEXT,
-    "parts": [{"name": TEXT, "seconds": NUMBER}],
+    **of(INT, "attempt round"),
+    **of(TEXT, "what host"),
+    **of(NUMBER, "seconds queued recomputed"),
+    **of(BOOL, "recovered is_failure"),
+    "parts": [{**of(TEXT, "name"), **of(NUMBER, "seconds")}],
 }
 GOODPUT: dict[str, Any] = {
-    "share": "float|int?",
-    **dict.fromkeys(("wall", "training", "starting", "interrupted", "queued", "ending"), NUMBER),
-    **dict.fromkeys(("kept", "recomputed", "hanging", "checkpointing"), NUMBER),
-    "checkpoints": INT,
-    "steps_known": BOOL,
-    "why_unknown": TEXT,
-    "progress": TEXT,
-    "until_ns": "int?",
+    **of("float|int?", "share"),
+    **of(NUMBER, "wall training starting interrupted queued ending kept recomputed hanging checkpointing"),
+    **of(INT, "checkpoints"),
+    **of(BOOL, "steps_known"),
+    **of(TEXT, "why_unknown progress"),
+    **of("int?", "until_ns"),
     "costs": [COST],
 }
 BAD_NODE: dict[str, Any] = {
-    "node": TEXT,
-    "score": NUMBER,
-    "excluded": BOOL,
-    "until_ns": INT,
-    "evidence": [{"kind": TEXT, "why": TEXT, "at_ns": INT, "attempt": INT, "round": INT}],
+    **of(TEXT, "node"),
+    **of(NUMBER, "score"),
+    **of(BOOL, "excluded"),
+    **of(INT, "until_ns"),
+    "evidence": [{**of(TEXT, "kind why"), **of(INT, "at_ns attempt round")}],
 }
 RUN: dict[str, Any] = {
-    "version": INT,
-    "run_id": TEXT,
-    "run_dir": TEXT,
-    "name": TEXT,
-    "attempt": "int?",
-    "outcome": "str?",
-    "exit_code": "int?",
-    "decision": "str?",
-    "title": TEXT,
-    "place": "str?",
+    **of(INT, "version"),
+    **of(TEXT, "run_id run_dir name title"),
+    **of("int?", "attempt exit_code"),
+    **of("str?", "outcome decision place"),
     "recovery": [TEXT],
-    "lines": [{"part": TEXT, "name": "str?", "text": TEXT}],
+    "lines": [{**of(TEXT, "part text"), **of("str?", "name")}],
     "verdict": VERDICT,
     "goodput": GOODPUT,
-    "advice": [{"about": TEXT, "text": TEXT}],
+    "advice": [{**of(TEXT, "about text")}],
     "bad_nodes": [BAD_NODE],
     "problems": [TEXT],
     "attempts": [ATTEMPT],
@@ -313,9 +270,7 @@ def everything(root: Path) -> RunBuilder:
 
 
 def unknown_cause(root: Path) -> RunBuilder:
-    builder = RunBuilder(root)
-    builder.attempt(0)
-    builder.round(0, 0, at=9)
+    builder = RunBuilder(root).begin(at=9)
     builder.fail(make_failure(0, at=60, exception=f"RuntimeError: {GLOO.format(rank=0)}"))
     return builder
 
@@ -332,9 +287,7 @@ def test_every_key_and_its_type(tmp_path: Path, make: Any) -> None:
 
 
 def node_apart(root: Path) -> RunBuilder:
-    builder = RunBuilder(root, nodes=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=9)
+    builder = RunBuilder(root, nodes=2).begin(at=9)
     builder.fail(replace(make_failure(1, at=60, exception="ModuleNotFoundError: No module named 'x'"), waited=1.0))
     return builder
 
@@ -384,17 +337,12 @@ def test_each_section_of_the_document_lists_its_keys(name: str) -> None:
     assert sorted(listed) == sorted(SECTIONS[name])
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        LOSS,
-        FAILURE,
-        PLACE,
-        COST,
-        STREAM,
-        *(ROUND[key][0] for key in ("nodes", "replaced", "stacks", "threads", "failures")),
-    ],
-)
-def test_nested_keys_are_described(part: dict[str, Any]) -> None:
+def keys_of(schema: object) -> set[str]:
+    if isinstance(schema, dict):
+        return set(schema) | {key for part in schema.values() for key in keys_of(part)}
+    return {key for part in schema for key in keys_of(part)} if isinstance(schema, (list, tuple)) else set()
+
+
+def test_all_keys_are_described() -> None:
     text = DOCUMENT.read_text()
-    assert [key for key in part if f"`{key}`" not in text] == []
+    assert {key for key in keys_of(RUN) if f"`{key}`" not in text} == set()

@@ -9,7 +9,6 @@ import pytest
 from hpc_elastic.base.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
-from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import RunBuilder, make_failure
 
@@ -23,8 +22,7 @@ def builder(tmp_path: Path) -> RunBuilder:
 
 def tell(builder: RunBuilder, *, own: bool = True, coordinator: bool = True) -> None:
     """Node n3 leaves after round 0, in which rank 0 failed; round 1 goes on without it."""
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder.begin()
     builder.fail(make_failure(0, at=30, exception="ValueError: bad"))
     builder.stopped(0, 0, at=31)
     if own:
@@ -40,28 +38,6 @@ def test_it_is_told_once(builder: RunBuilder, own: bool, coordinator: bool, wher
     (attempt,) = collect_run(builder.root).attempts
     losses = [loss for part in attempt.rounds for loss in part.lost_nodes]
     assert [(loss.round, loss.node, loss.summary) for loss in losses] == [(where, 2, f"n3 left: {WHY}")]
-
-
-def test_the_report_names_it_beside_the_failure_that_it_followed(builder: RunBuilder) -> None:
-    tell(builder)
-    history = collect_run(builder.root)
-    text = render_text(Document(history))
-    assert "ValueError: bad" in text.partition("Root Cause (first observed failure):")[2].splitlines()[1]
-    assert f"  n3 left: {WHY}" in text.splitlines()
-    (part,) = render_json(Document(history))["attempts"][0]["rounds"]
-    assert [loss["left"] for loss in part["lost_nodes"]] == [WHY]
-
-
-def test_it_is_the_cause_where_nothing_else_failed(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.event(0, "agent", 2, 1, "health_check_failed", round=0, checks=["gpu"], reason=WHY)
-    builder.event(0, "agent", 0, 1, "closed", round=0, outcome="too_few_nodes", reason="3 of at least 4 nodes are left")
-    lines = render_text(Document(collect_run(builder.root))).splitlines()
-    cause = lines.index("Root Cause (first observed failure):")
-    assert lines[cause + 1] == f"  n3 left: {WHY}"
-    verdict = render_json(Document(collect_run(builder.root)))["verdict"]
-    assert (verdict["cause"], verdict["category"], verdict["fingerprint"]) == ("node", "infrastructure", "node_left")
-    assert verdict["retryable"]
 
 
 def test_a_node_whose_words_did_not_get_through_is_lost_with_its_agent_s_code(builder: RunBuilder) -> None:

@@ -30,10 +30,7 @@ def found(builder: RunBuilder) -> list[tuple[str, EvidenceKind]]:
 
 
 def run(tmp_path: Path) -> RunBuilder:
-    builder = RunBuilder(tmp_path / "run")
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
-    return builder
+    return RunBuilder(tmp_path / "run").begin()
 
 
 def test_a_lost_node(tmp_path: Path) -> None:
@@ -266,9 +263,7 @@ def _lacks(rank: int) -> WorkerFailure:
 
 
 def test_a_node_whose_workers_alone_lack_something_is_bad(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=3, per_node=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run", nodes=3, per_node=2).begin()
     for rank in (2, 3):
         builder.fail(_lacks(rank))
     assert found(builder) == [("n2", EvidenceKind.APART)]
@@ -285,9 +280,7 @@ def test_a_node_whose_workers_alone_lack_something_is_bad(tmp_path: Path) -> Non
 def test_a_read_only_filesystem_is_a_fault_where_one_node_alone_has_it(
     tmp_path: Path, ranks: tuple[int, ...], category: str
 ) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=3, per_node=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run", nodes=3, per_node=2).begin()
     for rank in ranks:
         text = "OSError: [Errno 30] Read-only file system: '/results.txt'"
         failure = make_failure(rank, at=5 + rank / 100, exception=text, per_node=2)
@@ -300,9 +293,7 @@ def test_a_read_only_filesystem_is_a_fault_where_one_node_alone_has_it(
 
 
 def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=2, per_node=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run", nodes=2, per_node=2).begin()
     for rank in range(4):
         builder.fail(_lacks(rank))
     assert found(builder) == []

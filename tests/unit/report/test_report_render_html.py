@@ -84,9 +84,7 @@ def test_verdict_and_goodput_stand_above_the_timeline(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_of_the_clocks_is_said(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=3, compares_clocks=False)
-    builder.attempt(0)
-    builder.round(0, 0, at=5)
+    builder = RunBuilder(tmp_path / "run", nodes=3, compares_clocks=False).begin(at=5)
     assert "These were not compared (no packets passed between the agents)" in page_of(builder).text
     builder = RunBuilder(tmp_path / "other", nodes=3)
     builder.attempt(0)
@@ -193,9 +191,7 @@ def test_limits_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_long_tracebacks_are_cut_at_their_beginning(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=1)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run", nodes=1).begin()
     builder.fail(make_failure(0, at=5, exception="ValueError: the cause\n" + "more\n" * 9000 + "the end"))
     page = page_of(builder)
     assert "characters above" in page.text
@@ -369,9 +365,7 @@ def test_a_hundred_rounds_draw_no_thicket_of_lines(tmp_path: Path) -> None:
 
 
 def test_lists_of_ranks_break_between_two_of_them(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=40)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "run", nodes=40).begin()
     for rank in range(0, 40, 3):
         builder.fail(make_failure(rank, at=60, exception="ValueError: bad"))
     page = render_html(Document(collect_run(builder.root)))

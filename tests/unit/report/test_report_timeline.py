@@ -133,8 +133,7 @@ def test_rank_of_a_lost_node_that_runs_elsewhere_is_lost_no_more(builder: RunBui
 
 
 def test_folded_failures_are_one_entry_with_a_mark_per_node(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=5)
+    builder.begin(at=5)
     builder.fail(make_failure(0, at=20, exception="ValueError: bad", per_node=2))
     for rank in (2, 3, 4, 5):
         text = f"RuntimeError: {GLOO.format(rank=rank)}"
@@ -151,44 +150,11 @@ def test_folded_failures_are_one_entry_with_a_mark_per_node(builder: RunBuilder)
 
 
 def test_only_so_many_ranks_and_those_that_failed_first(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=50, per_node=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=5)
+    builder = RunBuilder(tmp_path / "run", nodes=50, per_node=2).begin(at=5)
     builder.fail(make_failure(97, at=20, exception="ValueError: bad", per_node=2))
     timeline = build_timeline(place_attempts(collect_run(builder.root)), most_ranks=3)
     assert [part.name for part in timeline.ranks] == ["rank 0", "rank 1", "rank 97"]
     assert timeline.ranks_left_out == 97
-
-
-def test_goodput_adds_up_and_says_what_each_failure_cost(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=10)  # runs from 10.01
-    builder.fail(make_failure(4, at=60.01, exception="ValueError: bad", per_node=2))
-    builder.stopped(0, 0, at=62)
-    builder.round(0, 1, at=70)  # 70.01
-    builder.fail(make_failure(1, at=80.01, exception="ValueError: other", per_node=2, round_index=1))
-    builder.stopped(0, 1, at=81)
-    builder.end(0, at=90, outcome="failed", code=75, decision="requeue: requeue 1 of 3")
-    builder.attempt(1, at=190)
-    builder.round(1, 0, at=200)  # 200.01
-    builder.succeeded(1, 0, at=240.01)
-    builder.end(1, at=250, outcome="succeeded", code=0)
-    history = collect_run(builder.root)
-    goodput = goodput_of(history)
-    assert goodput.wall == 250
-    assert goodput.training == pytest.approx(50 + 10 + 40)
-    assert goodput.share == pytest.approx(0.4)
-    assert goodput.starting == pytest.approx(10.01)
-    assert goodput.queued == pytest.approx(100)
-    assert goodput.interrupted == pytest.approx(10 + 9.99 + 10.01)
-    assert goodput.ending == pytest.approx(9.99)
-    parts = goodput.training + goodput.starting + goodput.interrupted + goodput.queued + goodput.ending
-    assert parts == pytest.approx(goodput.wall)
-    assert [(c.attempt, c.round, round(c.seconds, 2), round(c.queued, 2)) for c in goodput.costs] == [
-        (0, 0, 10, 0),
-        (0, 1, 120, 100),
-    ]
-    assert goodput.costs[1].what == "rank 1 on n1: ValueError: other"
 
 
 def test_nothing_is_asked_of_an_empty_run(tmp_path: Path) -> None:
@@ -252,8 +218,7 @@ def test_an_agent_that_was_started_again_after_its_nodes_clock_was_set(
     builder: RunBuilder, node: int, jump: float
 ) -> None:
     """Of the coordinator's node or of another: the first round keeps its place beside the second."""
-    builder.attempt(0)
-    builder.round(0, 0, at=5)
+    builder.begin(at=5)
     for each in range(3):
         builder.clock_offset(0, each, at=5.01)
     builder.stopped(0, 0, at=20)

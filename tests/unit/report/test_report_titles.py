@@ -20,10 +20,7 @@ from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 @pytest.fixture
 def builder(tmp_path: Path) -> RunBuilder:
-    builder = RunBuilder(tmp_path / "run", nodes=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
-    return builder
+    return RunBuilder(tmp_path / "run", nodes=2).begin()
 
 
 def section(history: RunHistory) -> list[str]:
@@ -76,37 +73,20 @@ def test_text_page_and_json_have_the_same_sentences(builder: RunBuilder) -> None
         assert clean_line(sentence) in text
 
 
+AGAIN, REQUEUED = "requeue: requeue 1 of 3", "REQUEUED as attempt 1"
+NEAR_LIMIT, NO_END = "notice U (time limit); saved", "ended, and its end was not recorded"
+
+
 @pytest.mark.parametrize(
     ("outcome", "code", "reason", "decision", "title", "status"),
     [
         ("cancelled", 130, "SIGINT on vm", "end: the run was cancelled", "Cancelled by Ctrl-C.", "CANCELLED"),
         ("cancelled", 143, "SIGTERM on vm", "end: it was cancelled", "Cancelled: SIGTERM on vm.", "CANCELLED"),
-        (
-            "preempted",
-            75,
-            "notice SIGUSR2",
-            "requeue: requeue 1 of 3",
-            "Preempted: requeued as attempt 1.",
-            "REQUEUED as attempt 1",
-        ),
+        ("preempted", 75, "notice SIGUSR2", AGAIN, "Preempted: requeued as attempt 1.", REQUEUED),
         ("preempted", 143, "notice T (preemption)", "end: 0 of 0 requeues used", "Preempted.", "PREEMPTED"),
         ("preempted", 143, "notice U (requeue); saved", "end: 0 of 0", "Asked to requeue.", "ASKED TO REQUEUE"),
-        (
-            "preempted",
-            75,
-            "notice U (time limit); saved",
-            "requeue: requeue 1 of 3",
-            "Near time limit: requeued as attempt 1.",
-            "REQUEUED as attempt 1",
-        ),
-        (
-            "timed_out",
-            75,
-            "time",
-            "requeue: again",
-            "Time limit reached: requeued as attempt 1.",
-            "REQUEUED as attempt 1",
-        ),
+        ("preempted", 75, NEAR_LIMIT, AGAIN, "Near time limit: requeued as attempt 1.", REQUEUED),
+        ("timed_out", 75, "time", AGAIN, "Time limit reached: requeued as attempt 1.", REQUEUED),
     ],
 )
 def test_a_run_that_was_ended_names_what_ended_it(
@@ -126,14 +106,9 @@ def test_a_run_that_was_ended_names_what_ended_it(
 @pytest.mark.parametrize(
     ("outcome", "reason", "title", "end"),
     [
-        (
-            "",
-            "",
-            "No failure is recorded, but attempt 0 ended, and its end was not recorded.",
-            ": ended, and its end was not recorded",
-        ),
+        ("", "", f"No failure is recorded, but attempt 0 {NO_END}.", f": {NO_END}"),
         ("too_few_nodes", "2 of 4 nodes", "No failure is recorded, but attempt 0 too few nodes.", ": 2 of 4 nodes"),
-        ("preempted", "notice U (time limit); saved", "No failures.", "near time limit, exit code 75: notice U (time"),
+        ("preempted", NEAR_LIMIT, "No failures.", "near time limit, exit code 75: notice U (time"),
         ("preempted", "notice T (preemption); saved", "No failures.", "preempted, exit code 75: notice T (pre"),
     ],
 )
@@ -163,17 +138,6 @@ def test_a_killed_batch_script_is_the_cause_not_the_signal_by_which_slurm_cleane
     )
     lines = section(history)
     assert (lines[0], lines[1].strip() == end) == ("Root Cause (first observed failure):", is_slurms)
-
-
-def test_a_failed_attempt_that_is_requeued_has_not_failed_the_run(builder: RunBuilder) -> None:
-    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
-    builder.end(0, at=9, outcome="failed", code=75, decision="requeue: requeue 1 of 3 (2 left): spent")
-    history = collect_run(builder.root)
-    assert (
-        render_text(Document(history)).splitlines()[1]
-        == "train.py REQUEUED as attempt 1 (exit code 75) - attempt 0, job 4242"
-    )
-    assert render_json(Document(history))["outcome"] == "failed"
 
 
 def test_restarts_within_the_processes_are_no_lack_of_failures(builder: RunBuilder) -> None:
@@ -228,9 +192,7 @@ def test_one_round_of_one_attempt_is_one_line_without_goodput_in_the_first_minut
 def test_of_ranks_that_were_stopped_nobody_knows_whether_they_would_have_failed(
     tmp_path: Path, per_node: int, after: float | None, evidence: str
 ) -> None:
-    builder = RunBuilder(tmp_path / "other", nodes=2, per_node=per_node)
-    builder.attempt(0)
-    builder.round(0, 0, at=1)
+    builder = RunBuilder(tmp_path / "other", nodes=2, per_node=per_node).begin()
     builder.fail(make_failure(1, at=5, exception="ValueError: bad batch", per_node=per_node))
     if after is not None:
         builder.event(0, "agent", 1 // per_node, 5 + after, "workers_stopping", round=0, reason="rank 1 failed")

@@ -53,8 +53,14 @@ def compared(*ahead: float, bound_ms: float = 1.0) -> Clocks:
     return builder.build()
 
 
+FOUR = {rank: f"n{rank + 1}" for rank in range(4)}
 NODES = compared(0.0, 0.0, 0.0)
 """Four nodes whose clocks agree, as was measured."""
+
+
+def named(verdict: Verdict) -> int | None:
+    """The rank whose failure is the cause, or is shown for want of one."""
+    return verdict.failure and verdict.failure.global_rank
 
 
 def ahead(failure: WorkerFailure, seconds: float) -> WorkerFailure:
@@ -64,10 +70,10 @@ def ahead(failure: WorkerFailure, seconds: float) -> WorkerFailure:
     return replace(failure, ended_ns=failure.ended_ns + shift, ended_uptime_ns=uptime)
 
 
-def test_nothing() -> None:
+def test_nothing_and_the_only_failure() -> None:
     verdict = decide_verdict([])
-    assert (verdict.cause, verdict.failure) == (Cause.NONE, None)
-    assert verdict.retryable
+    assert (verdict.cause, verdict.failure, verdict.retryable) == (Cause.NONE, None, True)
+    assert decide_verdict([root(0, 1.0)]).evidence == "the only failure"
 
 
 @pytest.mark.parametrize(("later", "cause"), [(0.19, 1), (0.6, 0)])
@@ -96,15 +102,10 @@ def test_class_comes_before_time() -> None:
         )
 
 
-def test_the_only_failure() -> None:
-    assert decide_verdict([root(0, 1.0)]).evidence == "the only failure"
-
-
 def test_the_first_of_several_by_time() -> None:
     failures = [root(0, 5.8, "KeyError: 'x'"), root(1, 5.0), root(2, 7.0, "OSError: y"), symptom(3, 1.0)]
     verdict = decide_verdict(failures, clocks=NODES)
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 1
+    assert named(verdict) == 1
     assert verdict.confidence is Confidence.HIGH
     assert verdict.evidence.startswith(
         "first of 3 different failures, 0.800 s before the next (rank 0 on n1; clocks known to within 1 ms)"
@@ -137,8 +138,7 @@ def test_the_true_first_is_named_whatever_the_wall_clocks_say() -> None:
         assert verdict.candidates == (second, third)
     told_by_events_alone = [replace(failure, ended_uptime_ns=0) for failure in (third, second, first)]
     verdict = decide_verdict(told_by_events_alone, clocks=clocks)
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 1
+    assert named(verdict) == 1
 
 
 def test_a_tie_is_said_to_be_one() -> None:
@@ -173,8 +173,7 @@ def test_of_one_node_the_order_is_known_without_any_comparison() -> None:
     # A wall clock that was set between the two disturbs nothing.
     stepped = [near[0], replace(near[1], ended_ns=near[1].ended_ns - 3600 * 10**9)]
     verdict = decide_verdict(stepped, clocks=compared())
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 0
+    assert named(verdict) == 0
     assert verdict.confidence is Confidence.HIGH
 
 
@@ -212,8 +211,7 @@ def test_only_symptoms_are_not_taken_for_a_cause() -> None:
     verdict = decide_verdict([symptom(1, 2.0), symptom(0, 1.0)])
     assert verdict.cause is Cause.UNKNOWN
     assert verdict.confidence is Confidence.NONE
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 0
+    assert named(verdict) == 0
     assert verdict.evidence.startswith("not known: 2 failures, and each reads like the consequence of another")
 
 
@@ -233,38 +231,35 @@ def ended(rank: int, at: float, *, exitcode: int = 0, stopped: bool = False, log
 
 
 def test_a_rank_that_ended_with_0_before_the_symptoms_is_the_one_to_look_at() -> None:
-    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     failures = [symptom(0, 5.0), symptom(3, 5.1)]
-    verdict = decide_verdict(failures, ranks=hosts, ends=[ended(1, 2.0, logged="KeyError: 'x'")], clocks=NODES)
+    verdict = decide_verdict(failures, ranks=FOUR, ends=[ended(1, 2.0, logged="KeyError: 'x'")], clocks=NODES)
     assert (verdict.cause, verdict.confidence) == (Cause.UNKNOWN, Confidence.NONE)
     why = "it ended with 0 3.0 s before; logged just before: KeyError: 'x'"
     assert verdict.suspects == (Suspect(rank=1, host="n2", why=why),)
     assert f"Look at rank 1 on n2: {why}. Shown" in verdict.evidence
-    both = decide_verdict(failures, ranks=hosts, ends=[ended(1, 4.0), ended(2, 3.0)], clocks=NODES)
+    both = decide_verdict(failures, ranks=FOUR, ends=[ended(1, 4.0), ended(2, 3.0)], clocks=NODES)
     assert [suspect.rank for suspect in both.suspects] == [2, 1]
     assert "Look at ranks 1-2 on n3, n2, rank 2 first: it ended with 0 2.0 s before" in both.evidence
 
 
 def test_an_end_with_0_that_explains_nothing_is_no_suspect() -> None:
     """It came long after the symptoms, or the agent had begun to end that group, or it was no 0."""
-    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     ends = [ended(1, 11.0), ended(2, 2.0, stopped=True), ended(3, 4.0, exitcode=1)]
-    verdict = decide_verdict([symptom(0, 5.0)], ranks=hosts, ends=ends, clocks=NODES)
+    verdict = decide_verdict([symptom(0, 5.0)], ranks=FOUR, ends=ends, clocks=NODES)
     assert [(suspect.rank, suspect.why) for suspect in verdict.suspects] == [(2, "it hung, was late, or ended early")]
-    with_a_cause = decide_verdict([symptom(0, 5.0), root(3, 5.1)], ranks=hosts, ends=[ended(1, 2.0)], clocks=NODES)
+    with_a_cause = decide_verdict([symptom(0, 5.0), root(3, 5.1)], ranks=FOUR, ends=[ended(1, 2.0)], clocks=NODES)
     assert with_a_cause.suspects == ()
-    near = decide_verdict([symptom(0, 5.0)], ranks=hosts, ends=[ended(1, 5.01)], clocks=NODES)
+    near = decide_verdict([symptom(0, 5.0)], ranks=FOUR, ends=[ended(1, 5.01)], clocks=NODES)
     assert near.suspects == (Suspect(rank=1, host="n2", why="it ended with 0 at about the same time"),)
 
 
 def test_an_end_with_0_soon_after_the_symptoms_explains_them_where_nothing_else_does() -> None:
     """The sockets of a process are closed, and the others have printed that, before it has ended."""
-    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     failures = [symptom(0, 5.0), symptom(3, 5.0)]
-    verdict = decide_verdict(failures, ranks=hosts, ends=[ended(1, 6.0)], clocks=NODES)
+    verdict = decide_verdict(failures, ranks=FOUR, ends=[ended(1, 6.0)], clocks=NODES)
     why = "it ended with 0 at about the same time (seen 1.0 s later)"
     assert verdict.suspects == (Suspect(rank=1, host="n2", why=why),)
-    odd = decide_verdict(failures, ranks=hosts, ends=[ended(1, 6.0)], activities=[waits(0), sleeps(2)], clocks=NODES)
+    odd = decide_verdict(failures, ranks=FOUR, ends=[ended(1, 6.0)], activities=[waits(0), sleeps(2)], clocks=NODES)
     assert [suspect.rank for suspect in odd.suspects] == [2, 1]
 
 
@@ -280,32 +275,29 @@ WHY = "it was asleep (data.py:4 fetch) while the others waited in all_reduce"
 
 
 def test_the_rank_in_no_collective_is_the_one_to_look_at() -> None:
-    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     failures = [symptom(rank, 5.0) for rank in (0, 2)]
     activities = [waits(0), sleeps(1), waits(2)]
-    verdict = decide_verdict(failures, ranks=hosts, activities=activities, clocks=NODES)
+    verdict = decide_verdict(failures, ranks=FOUR, activities=activities, clocks=NODES)
     assert verdict.suspects == (Suspect(rank=1, host="n2", why=WHY),), "rank 3 is silent, and nothing is known of it"
-    both = decide_verdict(failures, ranks=hosts, activities=activities, ends=[ended(3, 2.0)], clocks=NODES)
+    both = decide_verdict(failures, ranks=FOUR, activities=activities, ends=[ended(3, 2.0)], clocks=NODES)
     assert [suspect.rank for suspect in both.suspects] == [3, 1], "what is certain comes first"
 
 
 def test_a_silent_rank_is_named_with_what_it_did_and_not_where_it_waits_with_the_others() -> None:
-    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     failures = [symptom(0, 5.0), symptom(2, 5.0)]
     same = replace(waits(1), failed=False)
-    verdict = decide_verdict(failures, ranks=hosts, activities=[waits(0), same, waits(2)], clocks=NODES)
+    verdict = decide_verdict(failures, ranks=FOUR, activities=[waits(0), same, waits(2)], clocks=NODES)
     assert [suspect.rank for suspect in verdict.suspects] == [3]
-    alone = decide_verdict(failures, ranks=hosts, activities=[replace(same, call="recv")], clocks=NODES)
+    alone = decide_verdict(failures, ranks=FOUR, activities=[replace(same, call="recv")], clocks=NODES)
     assert alone.suspects[0].why == "it did not fail; it was in recv (train.py:9 step)"
 
 
 def test_a_watchdog_of_the_scripts_own_is_a_likely_cause_where_no_other_rank_stands_out() -> None:
-    hosts = {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
     own = replace(symptom(0, 5.0), reason=OWN_WATCHDOG.says)
-    alone = decide_verdict([own, symptom(2, 5.1)], ranks=hosts, activities=[waits(2)], clocks=NODES)
+    alone = decide_verdict([own, symptom(2, 5.1)], ranks=FOUR, activities=[waits(2)], clocks=NODES)
     assert (alone.cause, alone.confidence) == (Cause.WORKER, Confidence.LOW)
     assert alone.failure is own
-    other = decide_verdict([own, symptom(2, 5.1)], ranks=hosts, activities=[waits(2), sleeps(3)], clocks=NODES)
+    other = decide_verdict([own, symptom(2, 5.1)], ranks=FOUR, activities=[waits(2), sleeps(3)], clocks=NODES)
     assert (other.cause, [suspect.rank for suspect in other.suspects][:1]) == (Cause.UNKNOWN, [3])
 
 
@@ -316,12 +308,11 @@ WAITED = (
 
 
 def test_ranks_that_gave_up_waiting_alike_may_have_waited_for_the_one_that_did_not_fail() -> None:
-    hosts = {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
 
     def waited(*ranks: int, line: str = "raise TimeoutError(text)") -> Verdict:
         text = WAITED.format(line=line)
         failures = [replace(root(rank, 5.0, "TimeoutError: no part within 3 s"), traceback=text) for rank in ranks]
-        return decide_verdict(failures, ranks=hosts, clocks=NODES)
+        return decide_verdict(failures, ranks=FOUR, clocks=NODES)
 
     assert waited(0, 2, 3).confidence is Confidence.LOW
     assert "it gave up waiting, and rank 1 did not fail: look there, too" in waited(0, 2, 3).evidence
@@ -340,10 +331,9 @@ def test_ranks_that_fail_alike_after_one_ended_with_0_may_have_lost_it() -> None
 
 
 def test_what_all_ranks_have_in_common_is_said_and_no_rank_is_named() -> None:
-    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     activities = [replace(waits(rank), doing=Doing.STORE, clients=(4, 5)) for rank in (0, 2)]
     verdict = decide_verdict(
-        [symptom(0, 5.0), symptom(2, 5.0)], ranks=hosts, activities=activities, ends=[ended(1, 2.0)], clocks=NODES
+        [symptom(0, 5.0), symptom(2, 5.0)], ranks=FOUR, activities=activities, ends=[ended(1, 2.0)], clocks=NODES
     )
     assert verdict.suspects == ()
     assert "4 of 5 ranks had connected to the store" in verdict.evidence
@@ -456,8 +446,7 @@ def test_a_lost_node_is_placed_by_its_observers_clock() -> None:
 def test_an_oom_kill_is_a_cause_of_its_own() -> None:
     verdict = decide_verdict([symptom(0, 1.0), make_failure(1, at=1.1, exitcode=-9, oom_kills=1)])
     assert verdict.category is Category.INFRASTRUCTURE
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 1
+    assert named(verdict) == 1
 
 
 def test_93_on_any_rank_is_obeyed() -> None:
@@ -481,8 +470,7 @@ def test_of_those_that_hang_the_furthest_behind_is_the_cause() -> None:
     statuses = [word(0, 8), word(1, 8), word(2, 7), word(3, None)]
     for order in itertools.permutations([hang(0, 1.0, 8), hang(1, 2.0, 8), hang(2, 3.0, 7), symptom(3, 70.0)]):
         verdict = decide_verdict(order, rank_statuses=statuses)
-        assert verdict.failure is not None
-        assert verdict.failure.global_rank == 2
+        assert named(verdict) == 2
         assert verdict.confidence is Confidence.HIGH
         assert verdict.evidence == (
             "furthest behind: 2 other ranks had got to step 8; 1 failure elsewhere is its consequence"
@@ -492,8 +480,7 @@ def test_of_those_that_hang_the_furthest_behind_is_the_cause() -> None:
 
 def test_at_the_same_step_it_is_not_certain_and_said_so() -> None:
     verdict = decide_verdict([hang(0, 2.0, 8), hang(1, 1.0, 8)], rank_statuses=[word(0, 8), word(1, 8)])
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 1
+    assert named(verdict) == 1
     assert verdict.confidence is Confidence.LOW
     assert "rank 0 hung at the same step" in verdict.evidence
     without = decide_verdict([hang(0, 2.0, None), hang(1, 1.0, None)])
@@ -501,16 +488,12 @@ def test_at_the_same_step_it_is_not_certain_and_said_so() -> None:
 
 
 def test_one_that_never_got_to_a_step_is_behind_all() -> None:
-    verdict = decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], rank_statuses=[word(0, 3)])
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 1
+    assert named(decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], rank_statuses=[word(0, 3)])) == 1
     assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only rank without progress"
 
 
 def test_an_exception_before_the_silence_is_the_cause() -> None:
-    verdict = decide_verdict([root(0, 1.0), hang(1, 2.0, 3)])
-    assert verdict.failure is not None
-    assert verdict.failure.global_rank == 0
+    assert named(decide_verdict([root(0, 1.0), hang(1, 2.0, 3)])) == 0
 
 
 def test_among_ranks_that_hang_at_one_step_the_odd_one_out_is_the_cause() -> None:
@@ -549,13 +532,9 @@ def test_the_only_one_is_said_only_where_all_ranks_send_heartbeats() -> None:
 
 
 def test_a_hang_never_follows_from_the_stop_that_it_brought() -> None:
-    hung = replace(hang(0, 1.0, step=4), stopped_ns=START_NS)
-    verdict = decide_verdict([hung])
+    verdict = decide_verdict([replace(hang(0, 1.0, step=4), stopped_ns=START_NS)])
     assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
     assert verdict.evidence == "the only rank without progress"
-
-
-FOUR = {rank: f"n{rank + 1}" for rank in range(4)}
 
 
 def _in(rank: int, call: str = "all_reduce", **changes: Any) -> Activity:
