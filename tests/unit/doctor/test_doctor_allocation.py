@@ -11,6 +11,8 @@ from hpc_elastic.doctor.findings import DoctorFinding, Severity
 from hpc_elastic.doctor.slurm_checks import SlurmFacts, check_allocation, seconds_of
 from tests.rigs.captures import VERSIONS, captured
 
+OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
+
 CONFIG = captured("22.05.8", "scontrol-show-config-cgroups")[1]
 CONFIG = re.sub(r"(?m)^(AccountingStorageEnforce += )none$", r"\g<1>associations,limits,qos", CONFIG)
 FACTS = SlurmFacts(
@@ -27,7 +29,7 @@ BY_QOS = CONFIG.replace("PreemptType             = preempt/none", "PreemptType  
 
 def finding(check: str, facts: SlurmFacts) -> DoctorFinding:
     (found,) = [each for each in check_allocation(facts) if each.check == check]
-    if found.level is not Severity.OK:
+    if found.level is not OK:
         assert found.means
         assert found.way_out
     return found
@@ -35,7 +37,7 @@ def finding(check: str, facts: SlurmFacts) -> DoctorFinding:
 
 def test_an_account_with_room_has_no_problem() -> None:
     found = list(check_allocation(FACTS))
-    assert {each.level for each in found} == {Severity.OK}
+    assert {each.level for each in found} == {OK}
     assert [f"{each.check}: {each.found}" for each in found] == [
         "partition: main is UP",
         "partition.nodes: main gives a job at most 4 nodes",
@@ -55,7 +57,7 @@ def test_the_grace_of_each_recorded_slurm_s_partitions(version: str) -> None:
     low = replace(facts, partition="lowr", grace=5)
     assert finding("partition.grace", low).found == "PreemptMode=REQUEUE, GraceTime=10 s"
     short = finding("partition.grace", replace(low, grace=120))
-    assert short.level is Severity.WARNING
+    assert short.level is WARNING
     assert short.found == "PreemptMode=REQUEUE, GraceTime=10 s, less than --grace 120"
     assert "; its jobs end after 00:05:00" in finding("partition", replace(facts, partition="short")).found
 
@@ -63,39 +65,19 @@ def test_the_grace_of_each_recorded_slurm_s_partitions(version: str) -> None:
 @pytest.mark.parametrize(
     ("check", "changes", "level", "found"),
     [
-        (
-            "slurm.limits",
-            {"nodes": 3},
-            Severity.PROBLEM,
-            "a job of this account in QOS small has at most 1 node (MaxTRES)",
-        ),
-        (
-            "slurm.limits",
-            {"nodes": 3, "qos": "one"},
-            Severity.PROBLEM,
-            "a job of this account in QOS one has at most 2 nodes",
-        ),
-        ("slurm.limits", {"qos": "one"}, Severity.WARNING, "MaxSubmitJobs=1 in QOS one"),
-        ("slurm.limits", {"account": "other", "nodes": 9}, Severity.OK, ""),
-        ("slurm.limits", {"associations": None}, Severity.OK, "not known"),
+        ("slurm.limits", {"nodes": 3}, PROBLEM, "a job of this account in QOS small has at most 1 node (MaxTRES)"),
+        ("slurm.limits", {"nodes": 3, "qos": "one"}, PROBLEM, "a job of this account in QOS one has at most 2 nodes"),
+        ("slurm.limits", {"qos": "one"}, WARNING, "MaxSubmitJobs=1 in QOS one"),
+        ("slurm.limits", {"account": "other", "nodes": 9}, OK, ""),
+        ("slurm.limits", {"associations": None}, OK, "not known"),
         (
             "slurm.limits",
             {"nodes": 3, "config": captured("22.05.8", "scontrol-show-config-cgroups")[1]},
-            Severity.OK,
+            OK,
             "none is enforced (AccountingStorageEnforce=none)",
         ),
-        (
-            "partition.grace",
-            {"config": BY_QOS, "qos": "one"},
-            Severity.OK,
-            "QOS one: PreemptMode=requeue, GraceTime=10 s",
-        ),
-        (
-            "partition.grace",
-            {"config": BY_QOS, "qos": "one", "grace": 60},
-            Severity.WARNING,
-            "QOS one: PreemptMode=requeue",
-        ),
+        ("partition.grace", {"config": BY_QOS, "qos": "one"}, OK, "QOS one: PreemptMode=requeue, GraceTime=10 s"),
+        ("partition.grace", {"config": BY_QOS, "qos": "one", "grace": 60}, WARNING, "QOS one: PreemptMode=requeue"),
     ],
 )
 def test_each_in_the_other_outcome(check: str, changes: dict[str, object], level: Severity, found: str) -> None:

@@ -19,6 +19,8 @@ from hpc_elastic.slurm.client import CommandResult
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 
+OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
+
 PARTITION = (
     "PartitionName=main\n   AllowGroups=ALL Default=YES QoS=N/A\n   GraceTime=60 MaxNodes=UNLIMITED MaxTime=12:00:00\n"
     "   PreemptMode=REQUEUE State=UP TotalCPUs=16 TotalNodes=4\n"
@@ -45,7 +47,7 @@ def facts(**changes: object) -> SlurmFacts:
 
 def level(found: list[DoctorFinding], check: str) -> Severity:
     (one,) = [finding for finding in found if finding.check == check]
-    if one.level is not Severity.OK:
+    if one.level is not OK:
         assert one.means, "what it means for a run"
         assert one.way_out
     return one.level
@@ -53,48 +55,36 @@ def level(found: list[DoctorFinding], check: str) -> Severity:
 
 def test_a_cluster_without_problems_has_none() -> None:
     found = list(check_slurm(facts()))
-    assert [finding for finding in found if finding.level is not Severity.OK] == []
+    assert [finding for finding in found if finding.level is not OK] == []
     assert len(found) == len({finding.check for finding in found}) >= 11
 
 
 @pytest.mark.parametrize(
     ("check", "changes", "expected"),
     [
-        ("slurm.controller", {"config_seconds": 9.0}, Severity.WARNING),
-        ("slurm.controller", {"error": "Unable to contact slurm controller"}, Severity.PROBLEM),
-        ("slurm.commands", {"is_missing": True}, Severity.WARNING),
-        ("slurm.version", {"config": config(SLURM_VERSION="17.11.2")}, Severity.WARNING),
-        ("slurm.requeue", {"config": config(JobRequeue="0")}, Severity.WARNING),
-        ("slurm.kill-wait", {"config": config(KillWait="5 sec")}, Severity.WARNING),
-        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="3600 sec")}, Severity.WARNING),
-        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="0 sec")}, Severity.WARNING),
-        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/linuxproc")}, Severity.WARNING),
-        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/pgid")}, Severity.OK),
-        ("slurm.memory", {"config": config(ConstrainRAMSpace="no")}, Severity.WARNING),
-        ("slurm.memory", {"config": config(TaskPlugin="task/affinity")}, Severity.WARNING),
-        (
-            "slurm.preemption",
-            {"config": config(PreemptMode="CANCEL", PreemptType="preempt/qos")},
-            Severity.WARNING,
-        ),
-        ("slurm.limits", {"associations": "|1|\n"}, Severity.WARNING),
-        ("slurm.limits", {"associations": "4|100|\n"}, Severity.OK),
-        ("partition", {"partition": "gone"}, Severity.PROBLEM),
-        ("partition", {"partitions": PARTITION.replace("Default=YES", "Default=NO")}, Severity.PROBLEM),
-        ("partition", {"partitions": PARTITION.replace("State=UP", "State=DOWN")}, Severity.PROBLEM),
-        ("partition.nodes", {"nodes": 5}, Severity.PROBLEM),
-        ("partition.nodes", {"nodes": 4}, Severity.OK),
-        (
-            "partition.nodes",
-            {"partitions": PARTITION.replace("MaxNodes=UNLIMITED", "MaxNodes=1")},
-            Severity.PROBLEM,
-        ),
-        ("partition.grace", {"partitions": PARTITION.replace("GraceTime=60", "GraceTime=0")}, Severity.WARNING),
-        (
-            "partition.grace",
-            {"partitions": PARTITION.replace("PreemptMode=REQUEUE", "PreemptMode=OFF")},
-            Severity.OK,
-        ),
+        ("slurm.controller", {"config_seconds": 9.0}, WARNING),
+        ("slurm.controller", {"error": "Unable to contact slurm controller"}, PROBLEM),
+        ("slurm.commands", {"is_missing": True}, WARNING),
+        ("slurm.version", {"config": config(SLURM_VERSION="17.11.2")}, WARNING),
+        ("slurm.requeue", {"config": config(JobRequeue="0")}, WARNING),
+        ("slurm.kill-wait", {"config": config(KillWait="5 sec")}, WARNING),
+        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="3600 sec")}, WARNING),
+        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="0 sec")}, WARNING),
+        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/linuxproc")}, WARNING),
+        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/pgid")}, OK),
+        ("slurm.memory", {"config": config(ConstrainRAMSpace="no")}, WARNING),
+        ("slurm.memory", {"config": config(TaskPlugin="task/affinity")}, WARNING),
+        ("slurm.preemption", {"config": config(PreemptMode="CANCEL", PreemptType="preempt/qos")}, WARNING),
+        ("slurm.limits", {"associations": "|1|\n"}, WARNING),
+        ("slurm.limits", {"associations": "4|100|\n"}, OK),
+        ("partition", {"partition": "gone"}, PROBLEM),
+        ("partition", {"partitions": PARTITION.replace("Default=YES", "Default=NO")}, PROBLEM),
+        ("partition", {"partitions": PARTITION.replace("State=UP", "State=DOWN")}, PROBLEM),
+        ("partition.nodes", {"nodes": 5}, PROBLEM),
+        ("partition.nodes", {"nodes": 4}, OK),
+        ("partition.nodes", {"partitions": PARTITION.replace("MaxNodes=UNLIMITED", "MaxNodes=1")}, PROBLEM),
+        ("partition.grace", {"partitions": PARTITION.replace("GraceTime=60", "GraceTime=0")}, WARNING),
+        ("partition.grace", {"partitions": PARTITION.replace("PreemptMode=REQUEUE", "PreemptMode=OFF")}, OK),
     ],
 )
 def test_each_property_of_slurm_in_its_other_outcome(
@@ -106,17 +96,17 @@ def test_each_property_of_slurm_in_its_other_outcome(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_recorded_slurm_is_read(version: str) -> None:
     found = list(check_slurm(facts(config=captured(version, "scontrol-show-config")[1])))
-    assert level(found, "slurm.version") is Severity.OK
-    assert level(found, "slurm.kill-wait") in (Severity.OK, Severity.WARNING)
+    assert level(found, "slurm.version") is OK
+    assert level(found, "slurm.kill-wait") in (OK, WARNING)
 
 
 def test_a_host_is_judged_for_one_node_and_for_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "not yet" / "runs"
-    assert {one.level for one in check_host(runs, nodes=1)} == {Severity.OK}, "one node needs nothing shared"
+    assert {one.level for one in check_host(runs, nodes=1)} == {OK}, "one node needs nothing shared"
     monkeypatch.setattr(files, "why_not_shared", lambda path: f"{path.parts[1]} is local to each node")
     found = list(check_host(runs, nodes=4))
     assert [(each.check, each.level) for each in found] == [
-        ("files.space", Severity.OK), ("files.runs", Severity.PROBLEM), ("software.install", Severity.PROBLEM)
+        ("files.space", OK), ("files.runs", PROBLEM), ("software.install", PROBLEM)
     ]  # fmt: skip
     assert found[1].found == f"{runs}: {runs.parts[1]} is local to each node"
     assert not (tmp_path / "not yet").exists()

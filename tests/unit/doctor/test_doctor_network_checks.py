@@ -19,6 +19,8 @@ from hpc_elastic.doctor.network import (
     partners_of,
 )
 
+OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
+
 NODES = ("n1", "n2", "n3")
 ADDRESS = {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "10.0.0.3"}
 SIZE = 4 << 20
@@ -45,12 +47,12 @@ def found(facts: dict[str, NetworkFacts], check: str) -> DoctorFinding:
 def test_a_healthy_network_is_ok_in_each_line() -> None:
     assert [(finding.level, finding.check, finding.found) for finding in judge_network(facts())] == [
         (
-            Severity.OK,
+            OK,
             "network.addresses",
             "each node reaches each (n1 at 10.0.0.1, n2 at 10.0.0.2, n3 at 10.0.0.3)",
         ),
-        (Severity.OK, "network.master", "MASTER_ADDR=10.0.0.1 is reached from all nodes"),
-        (Severity.OK, "network.clocks", "at most 2.2 ms apart"),
+        (OK, "network.master", "MASTER_ADDR=10.0.0.1 is reached from all nodes"),
+        (OK, "network.clocks", "at most 2.2 ms apart"),
     ]
     assert judge_network({"n1": healthy("n1")}) == []
 
@@ -59,7 +61,7 @@ def test_a_node_that_another_cannot_reach_is_a_problem_with_the_reason() -> None
     n1 = healthy("n1")
     blocked = tuple(replace(one, error="timed out") if one.node == "n3" else one for one in n1.reached)
     one = found(facts(n1=replace(n1, reached=blocked)), "addresses")
-    assert (one.level, one.found) == (Severity.PROBLEM, "n1 does not reach n3 (10.0.0.3: timed out)")
+    assert (one.level, one.found) == (PROBLEM, "n1 does not reach n3 (10.0.0.3: timed out)")
 
 
 def test_an_address_that_leads_nowhere_is_a_warning_where_it_is_the_one_of_the_name() -> None:
@@ -69,20 +71,20 @@ def test_an_address_that_leads_nowhere_is_a_warning_where_it_is_the_one_of_the_n
     }
     one = found(facts(**changed), "addresses")
     assert (one.level, one.found) == (
-        Severity.WARNING,
+        WARNING,
         "not reached: n3's 192.168.9.3 from n1, n3's 192.168.9.3 from n2",
     )
     assert one.means == "a script that uses the name of such a node as MASTER_ADDR does not work everywhere"
     changed["n3"] = replace(healthy("n3"), addresses=(ADDRESS["n3"], "192.168.9.3"))
     one = found(facts(**changed), "addresses")
-    assert (one.level, one.found.count("n3's 192.168.9.3")) == (Severity.OK, 2)
+    assert (one.level, one.found.count("n3's 192.168.9.3")) == (OK, 2)
 
 
 def test_a_master_that_is_not_reached() -> None:
     n3 = replace(healthy("n3"), master=Reached(node="", address="10.0.0.1", error="Connection refused"))
     one = found(facts(n3=n3), "master")
     assert (one.level, one.found) == (
-        Severity.PROBLEM, "MASTER_ADDR=10.0.0.1 is not reached from n3 (Connection refused)"
+        PROBLEM, "MASTER_ADDR=10.0.0.1 is not reached from n3 (Connection refused)"
     )  # fmt: skip
 
 
@@ -95,8 +97,8 @@ def clock_of_n2(*seen: tuple[float, float]) -> dict[str, NetworkFacts]:
 
 def test_clocks_that_are_apart() -> None:
     one = found(clock_of_n2((-7.25, 0.5), (-7.24, 0.001)), "clocks")
-    assert (one.level, one.found) == (Severity.WARNING, "up to 7.2 s apart: n1's and n2's")
-    assert found(clock_of_n2((1.5, 1.0)), "clocks").level is Severity.OK, "that may be the network's delay"
+    assert (one.level, one.found) == (WARNING, "up to 7.2 s apart: n1's and n2's")
+    assert found(clock_of_n2((1.5, 1.0)), "clocks").level is OK, "that may be the network's delay"
     silent = {node: replace(healthy(node), reached=()) for node in NODES}
     assert found(silent, "clocks").found == "not known: no node reached another"
 
@@ -140,14 +142,14 @@ def test_the_one_bad_or_slow_node_is_found_and_no_other(count: int) -> None:
     for odd in range(count):
         rng = random.Random(odd)
         (bad,) = judge_bandwidth(measured(count, lambda a, b, odd=odd: None if odd in (a, b) else 0.1))
-        assert bad.level is Severity.PROBLEM
+        assert bad.level is PROBLEM
         assert f"n{odd}" in bad.found
         assert bad.found.endswith(": no route")
         assert bad.way_out.startswith(f"--exclude n{odd},")
         ((level, text),) = levels(
             count, lambda a, b, odd=odd, rng=rng: (0.3 if odd in (a, b) else 0.1) * rng.uniform(1, 1.2)
         )
-        assert level is Severity.WARNING
+        assert level is WARNING
         assert text.startswith(f"n{odd}: ")
         assert f", where the median of {count} nodes is " in text
 
@@ -156,14 +158,14 @@ def test_the_one_bad_or_slow_node_is_found_and_no_other(count: int) -> None:
 def test_a_healthy_network_has_neither(count: int) -> None:
     rng = random.Random(count)
     ((level, text),) = levels(count, lambda a, b: rng.uniform(0.1, 0.19))
-    assert level is Severity.OK
+    assert level is OK
     assert "Mbit/s in the median" in text
 
 
 def test_two_nodes_or_halves_that_do_not_reach_each_other_are_not_blamed() -> None:
-    assert levels(2, lambda a, b: None) == [(Severity.PROBLEM, "no transfer between n0 and n1: no route")]
+    assert levels(2, lambda a, b: None) == [(PROBLEM, "no transfer between n0 and n1: no route")]
     (halves,) = judge_bandwidth(measured(4, lambda a, b: 0.1 if {a, b} in ({0, 1}, {2, 3}) else None))
-    assert (halves.level, halves.found.count("no route")) == (Severity.PROBLEM, 2)
+    assert (halves.level, halves.found.count("no route")) == (PROBLEM, 2)
     assert "--exclude" not in halves.way_out
 
 

@@ -10,6 +10,8 @@ from hpc_elastic.doctor.findings import DoctorFinding, Severity
 from hpc_elastic.doctor.software import GpusFacts, PythonFacts, judge_node_gpus, judge_pythons
 from hpc_elastic.run.container import Container, ContainerImage, Runtime
 
+OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
+
 PYTHON = PythonFacts(executable="/env/bin/python", version="3.11.7", torch="2.13.0+cu130", seconds=9.0)
 IMAGE = Container(image=ContainerImage(runtime=Runtime.CHARLIECLOUD, image="/images/torch"))
 
@@ -27,7 +29,7 @@ def judged(*odd: PythonFacts, container: Container | None = None) -> list[Doctor
 
 def one(found: list[DoctorFinding], check: str) -> DoctorFinding:
     (finding,) = [finding for finding in found if finding.check == check]
-    if finding.level is not Severity.OK:
+    if finding.level is not OK:
         assert finding.means, "what it means for a run"
         assert finding.way_out
     return finding
@@ -35,8 +37,8 @@ def one(found: list[DoctorFinding], check: str) -> DoctorFinding:
 
 def test_nodes_that_are_alike_have_no_problem() -> None:
     assert [(each.level, f"{each.check}: {each.found}") for each in judged()] == [
-        (Severity.OK, "nodes.python: Python 3.11.7 (/env/bin/python) on n[1-3]"),
-        (Severity.OK, "nodes.torch: torch 2.13.0+cu130, imported in 9.0 s at most (n3)"),
+        (OK, "nodes.python: Python 3.11.7 (/env/bin/python) on n[1-3]"),
+        (OK, "nodes.torch: torch 2.13.0+cu130, imported in 9.0 s at most (n3)"),
     ]
 
 
@@ -46,33 +48,23 @@ def test_nodes_that_are_alike_have_no_problem() -> None:
         (
             "nodes.python",
             node(error="/env/bin/python: No such file or directory"),
-            Severity.PROBLEM,
+            PROBLEM,
             "/env/bin/python: No such file or directory on n4",
         ),
         (
             "nodes.python",
             node(version="3.9.18"),
-            Severity.WARNING,
+            WARNING,
             "Python 3.11.7 (/env/bin/python) on n[1-3], Python 3.9.18 (/env/bin/python) on n4",
         ),
         (
             "nodes.torch",
             node(torch="", torch_error="ImportError: libcudart.so.13"),
-            Severity.WARNING,
+            WARNING,
             "ImportError: libcudart.so.13 on n4",
         ),
-        (
-            "nodes.torch",
-            node(torch="2.12.1+cu130"),
-            Severity.PROBLEM,
-            "torch 2.13.0+cu130 on n[1-3], torch 2.12.1+cu130 on n4",
-        ),
-        (
-            "nodes.torch",
-            node(seconds=45.0),
-            Severity.WARNING,
-            "torch 2.13.0+cu130, imported in 45.0 s",
-        ),
+        ("nodes.torch", node(torch="2.12.1+cu130"), PROBLEM, "torch 2.13.0+cu130 on n[1-3], torch 2.12.1+cu130 on n4"),
+        ("nodes.torch", node(seconds=45.0), WARNING, "torch 2.13.0+cu130, imported in 45.0 s"),
     ],
 )
 def test_a_node_that_is_unlike_the_others(check: str, odd: PythonFacts, level: Severity, found: str) -> None:
@@ -92,11 +84,11 @@ def test_an_image_is_judged_by_its_own_interpreter() -> None:
     good = one(judged(container=IMAGE), "nodes.container")
     assert good.found == "charliecloud:/images/torch: Python 3.11.7 (/env/bin/python) on n[1-3]"
     bad = one(judged(node(error="ch-run: No such file or directory"), container=IMAGE), "nodes.container")
-    assert bad.level is Severity.PROBLEM
+    assert bad.level is PROBLEM
     assert bad.found == "charliecloud:/images/torch: ch-run: No such file or directory on n4"
     assert "module load" in bad.way_out
     here = list(judge_pythons({"login": node(error="ch-run: No such file or directory")}, IMAGE, of="software"))
-    assert [(each.check, each.level) for each in here] == [("software.container", Severity.WARNING)]
+    assert [(each.check, each.level) for each in here] == [("software.container", WARNING)]
     pyxis = replace(IMAGE, image=ContainerImage(runtime=Runtime.PYXIS, image="torch"))
     (untried,) = judge_pythons({}, pyxis)
     assert untried.found == "pyxis:torch: not tried: srun alone starts it"
@@ -121,7 +113,7 @@ def judge_gpus_of(**nodes: GpusFacts) -> list[DoctorFinding]:
 
 def test_gpus_that_are_alike_and_fit_have_no_problem() -> None:
     found = judge_gpus_of(n1=GPUS, n2=GPUS)
-    assert {finding.level for finding in found} == {Severity.OK}
+    assert {finding.level for finding in found} == {OK}
     assert one(found, "gpu.count").found == "2 × NVIDIA H100 80GB HBM3, driver 550.54.15 on n[1-2]"
     assert len(found) == len({finding.check for finding in found}) == 2
 
@@ -132,28 +124,28 @@ def test_gpus_that_are_alike_and_fit_have_no_problem() -> None:
         (
             "gpu.count",
             gpus(replace(H100, name="NVIDIA A100"), H100),
-            Severity.WARNING,
+            WARNING,
             "2 × NVIDIA H100 80GB HBM3, driver 550.54.15 on n1, 2 × NVIDIA A100 and NVIDIA H100 80GB HBM3, driver "
             "550.54.15 on n2",
         ),
         (
             "gpu.count",
             replace(GPUS, nvml=replace(GPUS.nvml, driver="535.1")),
-            Severity.WARNING,
+            WARNING,
             "2 × NVIDIA H100 80GB HBM3, driver 550.54.15 on n1, 2 × NVIDIA H100 80GB HBM3, driver 535.1 on n2",
         ),
-        ("gpu.errors", replace(GPUS, nvml=GpuFacts(is_there=False)), Severity.OK, "not known on n2: no NVML"),
-        ("gpu.errors", gpus(H100), Severity.PROBLEM, "Slurm gave 2 GPUs, and 1 are there on n2"),
+        ("gpu.errors", replace(GPUS, nvml=GpuFacts(is_there=False)), OK, "not known on n2: no NVML"),
+        ("gpu.errors", gpus(H100), PROBLEM, "Slurm gave 2 GPUs, and 1 are there on n2"),
         (
             "gpu.errors",
             gpus(H100, replace(H100, index=1, uncorrectable=3)),
-            Severity.PROBLEM,
+            PROBLEM,
             "GPU 1 has 3 uncorrectable ECC errors on n2",
         ),
         (
             "gpu.errors",
             replace(GPUS, nvml=GpuFacts(error="driver and library are of different versions")),
-            Severity.PROBLEM,
+            PROBLEM,
             "NVML does not work: driver and library are of different versions on n2",
         ),
     ],
@@ -167,4 +159,4 @@ def test_gpus_in_the_other_outcome(check: str, odd: GpusFacts, level: Severity, 
 def test_nodes_without_gpus_have_one_line() -> None:
     none = GpusFacts(nvml=GpuFacts(is_there=False), given=0)
     (finding,) = judge_gpus_of(n1=none)
-    assert finding.level is Severity.OK
+    assert finding.level is OK

@@ -13,6 +13,8 @@ from hpc_elastic.doctor.findings import DoctorFinding, Severity, fold, ok, probl
 from hpc_elastic.doctor.job import JobMemoryFacts, NoticeFacts
 from hpc_elastic.doctor.node_job import ProbedNode, judge_nodes
 
+OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
+
 ROOM = RoomFacts(path="/some/where", free=100 << 30)
 ROOMS = dict.fromkeys(("runs", "home", "tmp", "shm"), ROOM)
 FILES = FileFacts(rooms=ROOMS, filesystem="nfs4", store_seconds=0.02, created=False)
@@ -50,7 +52,7 @@ def of(found: list[DoctorFinding], check: str) -> list[DoctorFinding]:
 
 def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
     found = judged(facts())
-    assert {finding.level for finding in found} == {Severity.OK}
+    assert {finding.level for finding in found} == {OK}
     names = [finding.check for finding in found]
     assert len(names) == len(set(names)) == 9
     (store,) = of(found, "nodes.store")
@@ -60,20 +62,20 @@ def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("check", "changed", "level", "words"),
     [
-        ("nodes.runs", room("runs", error="Disk quota exceeded"), Severity.PROBLEM, "Disk quota exceeded"),
-        ("nodes.runs", room("runs", free=1 << 20), Severity.WARNING, "1 MiB free"),
-        ("nodes.home", room("home", error="Read-only file system"), Severity.PROBLEM, "Read-only file system"),
-        ("nodes.tmp", room("tmp", free=1 << 20), Severity.WARNING, "1 MiB free"),
-        ("nodes.shm", room("shm", free=64 << 20), Severity.WARNING, "64 MiB free"),
-        ("nodes.create", files(created=True), Severity.PROBLEM, "of 2 nodes that created one name at once, 2 did"),
-        ("nodes.store", files(store_seconds=None), Severity.PROBLEM, "not seen within a minute"),
-        ("nodes.store", files(store_seconds=6.5), Severity.WARNING, "within 6.5 s all nodes"),
-        ("nodes.memory", facts(memory=replace(MEMORY, limit="")), Severity.WARNING, "no limit"),
-        ("nodes.memory", facts(memory=replace(MEMORY, counts_oom_kills=False)), Severity.WARNING, "not counted"),
-        ("nodes.signals", facts(notice=NoticeFacts()), Severity.PROBLEM, "did not reach the workers"),
-        ("nodes.signals", facts(notice=NoticeFacts(error="Access denied")), Severity.PROBLEM, "Access denied"),
-        ("nodes.job", facts(unfinished="files"), Severity.PROBLEM, "stopped while it probed files"),
-        ("nodes.probes", facts(failed={"network": "OSError: no"}), Severity.PROBLEM, "network: OSError: no"),
+        ("nodes.runs", room("runs", error="Disk quota exceeded"), PROBLEM, "Disk quota exceeded"),
+        ("nodes.runs", room("runs", free=1 << 20), WARNING, "1 MiB free"),
+        ("nodes.home", room("home", error="Read-only file system"), PROBLEM, "Read-only file system"),
+        ("nodes.tmp", room("tmp", free=1 << 20), WARNING, "1 MiB free"),
+        ("nodes.shm", room("shm", free=64 << 20), WARNING, "64 MiB free"),
+        ("nodes.create", files(created=True), PROBLEM, "of 2 nodes that created one name at once, 2 did"),
+        ("nodes.store", files(store_seconds=None), PROBLEM, "not seen within a minute"),
+        ("nodes.store", files(store_seconds=6.5), WARNING, "within 6.5 s all nodes"),
+        ("nodes.memory", facts(memory=replace(MEMORY, limit="")), WARNING, "no limit"),
+        ("nodes.memory", facts(memory=replace(MEMORY, counts_oom_kills=False)), WARNING, "not counted"),
+        ("nodes.signals", facts(notice=NoticeFacts()), PROBLEM, "did not reach the workers"),
+        ("nodes.signals", facts(notice=NoticeFacts(error="Access denied")), PROBLEM, "Access denied"),
+        ("nodes.job", facts(unfinished="files"), PROBLEM, "stopped while it probed files"),
+        ("nodes.probes", facts(failed={"network": "OSError: no"}), PROBLEM, "network: OSError: no"),
     ],
 )
 def test_each_fact_in_its_other_outcome(
@@ -82,7 +84,7 @@ def test_each_fact_in_its_other_outcome(
     found = of(judged(changed), check)
     (one,) = [finding for finding in found if words in finding.found]
     assert one.level is level
-    if level is not Severity.OK:
+    if level is not OK:
         assert one.means
         assert one.way_out
         if check != "nodes.create":
@@ -94,7 +96,7 @@ def test_nodes_that_wrote_nothing_are_named_with_why_the_job_ended() -> None:
     some = facts()
     del some["n2"]
     (lost,) = of(judged(some, why="failed: node n2 could not run the agent"), "nodes.job")
-    assert lost.level is Severity.PROBLEM
+    assert lost.level is PROBLEM
     assert lost.found == "n2: wrote nothing: failed: node n2 could not run the agent"
     (never,) = judged({}, (), why="PartitionTimeLimit: ask for less time")
     assert never.found == "it did not run on any node: PartitionTimeLimit: ask for less time"

@@ -192,6 +192,7 @@ def test_a_service_outside_the_job_is_no_peer(kind: str) -> None:
     assert exception(kind, "[Errno 28] No space left on device").failure_class is FailureClass.INFRASTRUCTURE
 
 
+SYMPTOM, ROOT, INFRASTRUCTURE = FailureClass.SYMPTOM, FailureClass.ROOT, FailureClass.INFRASTRUCTURE
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 COLLECTIVE = f"{TORCH}/distributed/distributed_c10d.py"
 
@@ -211,83 +212,76 @@ def exception(
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("failure_class", "kind", "message"),
     [
-        ("torch.distributed.DistBackendError", "NCCL communicator was aborted on rank 3."),
-        ("RuntimeError", "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL 2.19"),
-        ("torch.distributed.DistStoreError", "wait timeout after 300000ms, keys: /default_pg/0//cpu//0/1"),
-        ("BrokenPipeError", "[Errno 32] Broken pipe"),
-        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
-        ("RuntimeError", "Socket closed"),
-        ("RuntimeError", "Gloo connectFullMesh failed with [x.cc:144] no error"),
+        (SYMPTOM, "torch.distributed.DistBackendError", "NCCL communicator was aborted on rank 3."),
+        (
+            SYMPTOM,
+            "RuntimeError",
+            "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL 2.19",
+        ),
+        (SYMPTOM, "torch.distributed.DistStoreError", "wait timeout after 300000ms, keys: /default_pg/0//cpu//0/1"),
+        (SYMPTOM, "BrokenPipeError", "[Errno 32] Broken pipe"),
+        (SYMPTOM, "ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        (SYMPTOM, "RuntimeError", "Socket closed"),
+        (SYMPTOM, "RuntimeError", "Gloo connectFullMesh failed with [x.cc:144] no error"),
+        (ROOT, "ValueError", "bad batch"),
+        (ROOT, "torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB."),
+        (ROOT, "RuntimeError", "CUDA error: device-side assert triggered"),
+        (ROOT, "ConnectionRefusedError", "[Errno 111] Connection refused"),
+        (ROOT, "TimeoutError", "the data service did not answer"),
+        (ROOT, "MemoryError", ""),
+        (ROOT, "AssertionError", ""),
+        (ROOT, "OSError", "[Errno 24] Too many open files: '/data/shard-7'"),
+        (INFRASTRUCTURE, "OSError", "[Errno 28] No space left on device: 'x.pt'"),
+        (INFRASTRUCTURE, "OSError", "[Errno 116] Stale file handle"),
+        (INFRASTRUCTURE, "RuntimeError", "CUDA error: uncorrectable NVLink error detected during the execution"),
+        (INFRASTRUCTURE, "OSError", "[Errno 12] Cannot allocate memory"),
+        (INFRASTRUCTURE, "OSError", "[Errno 98] Address already in use"),
     ],
 )
-def test_symptoms(kind: str, message: str) -> None:
-    found = exception(kind, message, file=COLLECTIVE)
-    assert (found.failure_class, found.category, found.retryable) == (FailureClass.SYMPTOM, Category.WORKER, True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("ValueError", "bad batch"),
-        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB."),
-        ("RuntimeError", "CUDA error: device-side assert triggered"),
-        ("ConnectionRefusedError", "[Errno 111] Connection refused"),
-        ("TimeoutError", "the data service did not answer"),
-        ("MemoryError", ""),
-        ("AssertionError", ""),
-        ("OSError", "[Errno 24] Too many open files: '/data/shard-7'"),
-    ],
-)
-def test_a_workers_own_failures(kind: str, message: str) -> None:
-    found = exception(kind, message)
-    assert (found.failure_class, found.category, found.retryable) == (FailureClass.ROOT, Category.WORKER, True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("OSError", "[Errno 28] No space left on device: 'x.pt'"),
-        ("OSError", "[Errno 116] Stale file handle"),
-        ("RuntimeError", "CUDA error: uncorrectable NVLink error detected during the execution"),
-        ("OSError", "[Errno 12] Cannot allocate memory"),
-        ("OSError", "[Errno 98] Address already in use"),
-    ],
-)
-def test_infrastructure(kind: str, message: str) -> None:
-    found = exception(kind, message)
-    assert found.failure_class is FailureClass.INFRASTRUCTURE
-    assert found.category is Category.INFRASTRUCTURE
-    assert found.retryable
+def test_the_class_of_an_exception(failure_class: FailureClass, kind: str, message: str) -> None:
+    found = exception(kind, message, file=COLLECTIVE if failure_class is SYMPTOM else "")
+    category = Category.INFRASTRUCTURE if failure_class is INFRASTRUCTURE else Category.WORKER
+    assert (found.failure_class, found.category, found.retryable) == (failure_class, category, True)
 
 
 def test_the_cause_of_an_exception_counts_too() -> None:
     closed = RaisedException(exception_type="RuntimeError", message="[pair.cc:1] Connection closed by peer")
     found = exception("RuntimeError", "training failed", earlier=[closed])
-    assert found.failure_class is FailureClass.SYMPTOM
+    assert found.failure_class is SYMPTOM
 
 
 def test_a_long_message_is_searched_at_both_ends() -> None:
     filler = "x" * 1_000_000
     for message in (f"{filler} Connection closed by peer", f"Connection closed by peer {filler}"):
-        assert exception("RuntimeError", message, file=COLLECTIVE).failure_class is FailureClass.SYMPTOM
+        assert exception("RuntimeError", message, file=COLLECTIVE).failure_class is SYMPTOM
 
 
-def test_stderr_is_not_searched_where_an_exception_is_known() -> None:
-    found = exception("ValueError", "bad", stderr_tail="Connection closed by peer\nValueError: bad")
-    assert found.failure_class is FailureClass.ROOT
+@pytest.mark.parametrize(
+    ("facts", "kind", "message", "failure_class"),
+    [
+        ({"stopped_by_agent": True}, "ValueError", "bad", ROOT),
+        ({"stopped_by_agent": True}, "RuntimeError", "[pair.cc:1] Connection closed by peer", SYMPTOM),
+        ({"stderr_tail": "Connection closed by peer\nValueError: bad"}, "ValueError", "bad", ROOT),
+        ({"oom_kills": 1}, "RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.", INFRASTRUCTURE),
+        ({"oom_kills": 1}, "ValueError", "bad", ROOT),  # an unrelated process of the cgroup was killed
+        ({}, "ImportError", "libx.so: Stale file handle", INFRASTRUCTURE),  # a broken mount
+    ],
+)
+def test_what_else_is_known_of_a_worker_that_raised(
+    facts: dict[str, Any], kind: str, message: str, failure_class: FailureClass
+) -> None:
+    assert exception(kind, message, **facts).failure_class is failure_class
 
 
 def test_stderr_is_searched_where_none_is_known() -> None:
     closed = "[E1122 10:00:00.1 pair.cc:553] Connection closed by peer"
-    assert classify(WorkerFailure(exitcode=5), stderr_tail=closed).failure_class is FailureClass.SYMPTOM
+    assert classify(WorkerFailure(exitcode=5), stderr_tail=closed).failure_class is SYMPTOM
     # … but not for a kill, which needs no words, and not for what another program says of its own connection.
-    assert classify(WorkerFailure(exitcode=-9), stderr_tail=closed).failure_class is FailureClass.ROOT
-    assert (
-        classify(WorkerFailure(exitcode=5), stderr_tail="rsync: connection reset by peer").failure_class
-        is FailureClass.ROOT
-    )
+    assert classify(WorkerFailure(exitcode=-9), stderr_tail=closed).failure_class is ROOT
+    rsync = "rsync: connection reset by peer"
+    assert classify(WorkerFailure(exitcode=5), stderr_tail=rsync).failure_class is ROOT
 
 
 @pytest.mark.parametrize("exitcode", [-15, -9, -6, 143, 137])
@@ -304,38 +298,21 @@ def test_an_exit_on_request_is_no_failure_either(kind: str) -> None:
     assert found.failure_class is FailureClass.STOPPED_BY_US
 
 
-def test_an_exception_that_came_while_it_was_being_stopped_is_its_own() -> None:
-    assert exception("ValueError", "bad", stopped_by_agent=True).failure_class is FailureClass.ROOT
-    closed = exception("RuntimeError", "[pair.cc:1] Connection closed by peer", stopped_by_agent=True)
-    assert closed.failure_class is FailureClass.SYMPTOM
-
-
-def test_an_oom_kill() -> None:
-    found = classify(WorkerFailure(exitcode=-9, oom_kills=1))
-    assert (found.failure_class, found.retryable) == (FailureClass.INFRASTRUCTURE, True)
-    assert "memory limit" in found.reason
-    child = exception("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.", oom_kills=1)
-    assert child.failure_class is FailureClass.INFRASTRUCTURE
-    # An unrelated process of the cgroup was killed: this exception is the worker's own.
-    assert exception("ValueError", "bad", oom_kills=1).failure_class is FailureClass.ROOT
-
-
-def test_sigterm_from_outside_is_not_blamed_on_the_script() -> None:
-    found = classify(WorkerFailure(exitcode=-15))
-    assert found.failure_class is FailureClass.INFRASTRUCTURE
-    assert "Slurm" in found.reason
+@pytest.mark.parametrize(
+    ("facts", "word"), [({"exitcode": -9, "oom_kills": 1}, "memory limit"), ({"exitcode": -15}, "Slurm")]
+)
+def test_a_kill_from_outside_is_not_blamed_on_the_script(facts: dict[str, int], word: str) -> None:
+    found = classify(WorkerFailure(**facts))  # type: ignore[arg-type]
+    assert (found.failure_class, found.retryable) == (INFRASTRUCTURE, True)
+    assert word in found.reason
 
 
 @pytest.mark.parametrize("kind", ["SyntaxError", "IndentationError", "ModuleNotFoundError", "ImportError"])
 def test_a_script_that_cannot_start_is_not_tried_again(kind: str) -> None:
     found = exception(kind, "x")
-    assert (found.failure_class, found.category, found.retryable) == (FailureClass.ROOT, Category.INPUT, False)
+    assert (found.failure_class, found.category, found.retryable) == (ROOT, Category.INPUT, False)
     # One that had trained already is another matter.
     assert exception(kind, "x", last_step=10).retryable
-
-
-def test_a_missing_module_on_a_broken_mount_is_infrastructure() -> None:
-    assert exception("ImportError", "libx.so: Stale file handle").failure_class is FailureClass.INFRASTRUCTURE
 
 
 @pytest.mark.parametrize(
@@ -423,37 +400,37 @@ _BOX = "╭─ {title} ─────────╮\n{text}\n╰────�
             "Usage: c.py [OPTIONS] COMMAND [ARGS]...\n\nOptions:\n  --help  Show this message and exit.\n\n"
             "Commands:\n  train\n",
             "",
-            "Usage: c.py [OPTIONS] COMMAND [ARGS]... (exit code 2)",
+            "Usage: c.py [OPTIONS] COMMAND [ARGS]... (exit code 2)"
         ),
         (
             2,
             "  \n Usage: c.py [OPTIONS]  \n   \n Try 'c.py --help' for help\n"
             + _BOX.format(title="Error", text="│ Missing option '--lr'.  │"),
             "",
-            "Missing option '--lr'. (exit code 2)",
+            "Missing option '--lr'. (exit code 2)"
         ),
         (
             2,
             _BOX.format(title="Error", text='│ Invalid value for LR: unable to convert "x"   │\n│ into float. │'),
             "",
-            'Invalid value for LR: unable to convert "x" into float. (exit code 2)',
+            'Invalid value for LR: unable to convert "x" into float. (exit code 2)'
         ),
         (
             2,
             _BOX.format(
                 title="Required options",
                 text="│ Missing from t.py:      │\n│     --lr FLOAT          │\n│         (required)      │\n"
-                "│ ─────────────────────── │\n│ For full helptext, run: │\n│     t.py --help         │",
+                "│ ─────────────────────── │\n│ For full helptext, run: │\n│     t.py --help         │"
             ),
             "",
-            "Missing from t.py: --lr FLOAT (required) (exit code 2)",
+            "Missing from t.py: --lr FLOAT (required) (exit code 2)"
         ),
         (
             1,
             "\n       USAGE: a.py [flags]\nflags:\n\na.py:\n  --lr: x\n    (default: '1.0')\n    (a number)\n\n"
             "Too many command-line arguments.\n",
             "",
-            "Too many command-line arguments. (exit code 1)",
+            "Too many command-line arguments. (exit code 1)"
         ),
         (1, "Usage:\n  d.py <data> [--lr=<lr>]\n", "", "Usage: d.py <data> [--lr=<lr>] (exit code 1)"),
         (1, "", "usage: s.py CONFIG\n", "usage: s.py CONFIG (exit code 1)"),
@@ -467,14 +444,14 @@ _BOX = "╭─ {title} ─────────╮\n{text}\n╰────�
             'Traceback (most recent call last):\n  File "/home/u/train.py", line 4, in <module>\n    main()\n'
             "hydra.errors.ConfigCompositionException: Could not override 'lrr'.\nTo append to your config use +lrr=3\n",
             "",
-            "hydra.errors.ConfigCompositionException: Could not override 'lrr'.",
+            "hydra.errors.ConfigCompositionException: Could not override 'lrr'."
         ),
         (
             1,
             'Traceback (most recent call last):\n  File "/home/u/train.py", line 5, in <module>\n'
             "    main(standalone_mode=False)\nclick.exceptions.MissingParameter: Missing parameter: lr\n",
             "",
-            "click.exceptions.MissingParameter: Missing parameter: lr",
+            "click.exceptions.MissingParameter: Missing parameter: lr"
         ),
         (
             1,
@@ -485,7 +462,7 @@ _BOX = "╭─ {title} ─────────╮\n{text}\n╰────�
             "omegaconf.errors.ValidationError: Value 'x' of type 'str' could not be converted to Float\n"
             "    full_key: lr\n    object_type=C\n",
             "",
-            "omegaconf.errors.ValidationError: Value 'x' of type 'str' could not be converted to Float",
+            "omegaconf.errors.ValidationError: Value 'x' of type 'str' could not be converted to Float"
         ),
         (
             1,
@@ -494,7 +471,7 @@ _BOX = "╭─ {title} ─────────╮\n{text}\n╰────�
             "    raise DecodingError(path, f\"Couldn't parse '{raw_value}' into a {stringify_type(cls)}\") from e\n"
             "draccus.utils.DecodingError: `lr`: Couldn't parse 'x' into a float\n",
             "",
-            "draccus.utils.DecodingError: `lr`: Couldn't parse 'x' into a float",
+            "draccus.utils.DecodingError: `lr`: Couldn't parse 'x' into a float"
         ),
     ],
     ids=[

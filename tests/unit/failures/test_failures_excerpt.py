@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.excerpt import make_excerpt, user_frame
+from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
@@ -27,6 +28,12 @@ def lines_of(failure: WorkerFailure, most: int | None) -> tuple[str, ...]:
     return excerpt.lines
 
 
+def frame_of(failure: WorkerFailure) -> Frame:
+    frame = user_frame(failure)
+    assert frame is not None
+    return frame
+
+
 def failure_with(traceback: str, exception: str = "RuntimeError: no data") -> WorkerFailure:
     return replace(make_failure(0, at=5, exception=exception), traceback=traceback)
 
@@ -34,8 +41,7 @@ def failure_with(traceback: str, exception: str = "RuntimeError: no data") -> Wo
 def test_the_users_frame_stands_above_those_of_the_compiler(tmp_path: Path) -> None:
     facts = make_failure(0, at=5)
     failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=INDUCTOR)
-    frame = user_frame(failure)
-    assert frame is not None
+    frame = frame_of(failure)
     assert (frame.file, frame.line, frame.function) == ("/home/ann/train.py", 9, "train")
     for most in (8, 12, 20):
         shown = lines_of(failure, most)
@@ -57,15 +63,11 @@ def test_the_frame_is_of_the_exception_that_is_the_failure() -> None:
         + "RuntimeError: Connection closed by peer\n"
     )
     failure = failure_with(cause + then + last, "ValueError: loss is NaN")
-    frame = user_frame(failure)
-    assert frame is not None
-    assert frame.line == 10
+    assert frame_of(failure).line == 10
     shown = lines_of(failure, 10)
     assert shown[:2] == ('  File "/u/train.py", line 10, in step', "ValueError: loss is NaN")
     assert "lines below" in shown[2]
-    other = user_frame(failure_with(cause + then + last, "RuntimeError: Connection closed by peer"))
-    assert other is not None
-    assert other.line == 14
+    assert frame_of(failure_with(cause + then + last, "RuntimeError: Connection closed by peer")).line == 14
 
 
 def test_of_a_dump_the_beginning_is_shown_for_the_innermost_call_comes_first() -> None:
@@ -78,8 +80,7 @@ def test_of_a_dump_the_beginning_is_shown_for_the_innermost_call_comes_first() -
         f'{libraries}  File "/u/train.py", line 7 in step\n  File "/u/train.py", line 9 in <module>\n'
     )
     failure = replace(make_failure(0, at=5, exitcode=-11), traceback=dump)
-    frame = user_frame(failure)
-    assert frame is not None
+    frame = frame_of(failure)
     assert (frame.line, frame.function) == (7, "step")
     shown = lines_of(failure, 12)
     assert shown[0] == "Fatal Python error: Segmentation fault"
@@ -106,18 +107,13 @@ def test_libraries_are_no_code_of_the_user(file: str) -> None:
         f'Traceback (most recent call last):\n  File "/u/train.py", line 3, in main\n  File "{file}", line 1, in f\n'
         "RuntimeError: no data\n"
     )
-    frame = user_frame(failure_with(text))
-    assert frame is not None
-    assert frame.file == "/u/train.py"
-    only = user_frame(failure_with(text.replace('  File "/u/train.py", line 3, in main\n', "")))
-    assert only is None
+    assert frame_of(failure_with(text)).file == "/u/train.py"
+    assert user_frame(failure_with(text.replace('  File "/u/train.py", line 3, in main\n', ""))) is None
 
 
 def test_a_folder_that_is_called_torch_may_be_the_users() -> None:
     text = 'Traceback (most recent call last):\n  File "/home/ann/torch/train.py", line 3, in main\nRuntimeError: x\n'
-    frame = user_frame(failure_with(text))
-    assert frame is not None
-    assert frame.file == "/home/ann/torch/train.py"
+    assert frame_of(failure_with(text)).file == "/home/ann/torch/train.py"
 
 
 def test_where_there_is_no_traceback_the_end_of_stderr_is_shown_and_a_signal_needs_neither() -> None:

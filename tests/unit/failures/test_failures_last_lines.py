@@ -48,13 +48,13 @@ def described(
             "I1123 04:37:58.570026 1399 ab.py:4] start\nF1123 04:37:58.570145 1399 ab.py:5] 3 shards, 4 expected\n"
             + DUMP,
             -6,
-            "3 shards, 4 expected (SIGABRT)",
+            "3 shards, 4 expected (SIGABRT)"
         ),
         (
             "F20261123 04:37:58.570145  8096 sampler.cc:77] Check failed: n == 4 (3 vs. 4)\n"
             "*** Check failure stack trace: ***\n    @     0x7f0f4c3d1b03  google::LogMessage::Fail()\n",
             -6,
-            "Check failed: n == 4 (3 vs. 4) (SIGABRT)",
+            "Check failed: n == 4 (3 vs. 4) (SIGABRT)"
         ),
         (
             "\nthread 'main' (28281) panicked at src/lib.rs:1:87:\nindex out of bounds: the len is 3 but the index is 7"
@@ -62,13 +62,13 @@ def described(
             "note: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n",
             101,
             "thread 'main' (28281) panicked at src/lib.rs:1:87: index out of bounds: the len is 3 but the index is 7 "
-            "(exit code 101)",
+            "(exit code 101)"
         ),
         (
             "panic: runtime error: index out of range [7] with length 3\n\ngoroutine 1 [running]:\nmain.shard(...)\n"
             "\t/home/u/fetch.go:6\nmain.main()\n\t/home/u/fetch.go:10 +0x1d\nexit status 2\n",
             2,
-            "panic: runtime error: index out of range [7] with length 3 (exit code 2)",
+            "panic: runtime error: index out of range [7] with length 3 (exit code 2)"
         ),
         (
             "==9==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x6020\n    #0 0x556e in f /home/u/a.c:2\n\n"
@@ -82,19 +82,19 @@ def described(
         (
             "pure virtual method called\nterminate called without an active exception\n",
             -6,
-            "pure virtual method called (SIGABRT)",
+            "pure virtual method called (SIGABRT)"
         ),
         (
             "At line 12 of file mesh.f90\nFortran runtime error: End of file\n\nError termination. Backtrace:\n"
             "#0  0x7f1c2e423960 in ???\n",
             2,
-            "Fortran runtime error: End of file (exit code 2)",
+            "Fortran runtime error: End of file (exit code 2)"
         ),
         (
             "ERROR: LoadError: BoundsError: index [7]\nStacktrace:\n [1] throw_boundserror(A::Vector{Int64})\n"
             "   @ Base ./essentials.jl:14\nin expression starting at mesh.jl:3\n",
             1,
-            "ERROR: LoadError: BoundsError: index [7] (exit code 1)",
+            "ERROR: LoadError: BoundsError: index [7] (exit code 1)"
         ),
         (
             "E       AssertionError: loss is too high\n\ntest_train.py:4: AssertionError\n"
@@ -102,40 +102,40 @@ def described(
             "FAILED test_train.py::test_train - AssertionError: loss is too high\n"
             "============================== 1 failed in 0.05s ===============================\n",
             1,
-            "FAILED test_train.py::test_train - AssertionError: loss is too high (exit code 1)",
+            "FAILED test_train.py::test_train - AssertionError: loss is too high (exit code 1)"
         ),
         (
             "train.py: base.yaml: key 'optimizer' is given twice\nmake: *** [Makefile:12: train] Error 3\n",
             2,
-            "train.py: base.yaml: key 'optimizer' is given twice (exit code 2)",
+            "train.py: base.yaml: key 'optimizer' is given twice (exit code 2)"
         ),
         (
             'usage: train.py [--lr LR]\nerror: Parser key "lr":\n  Expected a float. Got value: fast\n',
             2,
-            'error: Parser key "lr": Expected a float. Got value: fast (exit code 2)',
+            'error: Parser key "lr": Expected a float. Got value: fast (exit code 2)'
         ),
         (
             "usage: train.py [-h] [--lr LR]\ntrain.py: error: argument --lr: invalid float value: 'x'\n",
             2,
-            "train.py: error: argument --lr: invalid float value: 'x' (exit code 2)",
+            "train.py: error: argument --lr: invalid float value: 'x' (exit code 2)"
         ),
         (
             "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option '--lrr'.\n",
             2,
-            "Error: No such option '--lrr'. (exit code 2)",
+            "Error: No such option '--lrr'. (exit code 2)"
         ),
         (
             "Could not override 'optimizer.lrr'.\nKey 'lrr' is not in struct\n    full_key: optimizer.lrr\n\n"
             "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n",
             1,
-            "Could not override 'optimizer.lrr'. (exit code 1)",
+            "Could not override 'optimizer.lrr'. (exit code 1)"
         ),
         ("free(): invalid pointer\n", -6, "free(): invalid pointer (SIGABRT)"),
         ("free(): invalid pointer\n" + DUMP, -6, "free(): invalid pointer (SIGABRT)"),
         (
             "python: tokenizer.cpp:17: int encode(int): Assertion `n > 0' failed.\n",
             -6,
-            "python: tokenizer.cpp:17: int encode(int): Assertion `n > 0' failed. (SIGABRT)",
+            "python: tokenizer.cpp:17: int encode(int): Assertion `n > 0' failed. (SIGABRT)"
         ),
         (f"{STEPS}validation loss is NaN, giving up\n", 1, "validation loss is NaN, giving up (exit code 1)"),
         ("run.sh: line 3: ROOT: unbound variable\n", 1, "run.sh: line 3: ROOT: unbound variable (exit code 1)"),
@@ -144,22 +144,22 @@ def described(
             "2026-11-23 01:00:00,124 [CRITICAL] trainer: gradient norm is inf\n"
             "2026-11-23 01:00:00,125 [INFO] trainer: closing the data loader\n",
             5,
-            "[CRITICAL] trainer: gradient norm is inf (exit code 5)",
+            "[CRITICAL] trainer: gradient norm is inf (exit code 5)"
         ),
         (
             "Error: no key 'model'\n/home/ann/train.py:3: UserWarning: a leak\n  warnings.warn('a leak')\n",
             2,
-            "Error: no key 'model' (exit code 2)",
+            "Error: no key 'model' (exit code 2)"
         ),
         (
             "\u256d\u2500 Error \u2500\u256e\n\u2502 No such option: --lrr  \u2502\n\u2570\u2500\u2500\u2500\u256f\n",
             2,
-            "No such option: --lrr (exit code 2)",
+            "No such option: --lrr (exit code 2)"
         ),
         (
             "tar: /data/x.tar: Cannot open: No such file or directory\ntar: Error is not recoverable: exiting now\n",
             2,
-            "tar: /data/x.tar: Cannot open: No such file or directory (exit code 2)",
+            "tar: /data/x.tar: Cannot open: No such file or directory (exit code 2)"
         ),
         (STEPS, 3, "Process failed with exitcode 3"),
         ("", 3, "Process failed with exitcode 3"),

@@ -9,6 +9,7 @@ import pytest
 from hpc_elastic.agent.rounds import log_stacks
 from hpc_elastic.failures.stacks import (
     RankStacks,
+    StackDump,
     describe_stack,
     find_dump,
     fold_ranks,
@@ -46,9 +47,14 @@ Current thread 0x00007fe7e8a3f740 (most recent call first):
 """
 
 
+def dump_in(text: str, *, may_be_child: bool = True) -> StackDump:
+    found = find_dump(text, may_be_child=may_be_child)
+    assert found is not None
+    return found
+
+
 def test_the_dump_of_a_child_is_no_worker_s_own() -> None:
-    dump = find_dump(CHILD + DUMP, may_be_child=False)
-    assert dump is not None
+    dump = dump_in(CHILD + DUMP, may_be_child=False)
     assert dump.main[-1].function == "inner"
     assert [child.main[-1].function for child in dump.children] == ["fetch"]
     assert find_dump(DUMP + CHILD, may_be_child=False) is None
@@ -72,8 +78,7 @@ Current thread's C stack trace (most recent call first):
 
 
 def test_all_threads_and_the_one_that_counts() -> None:
-    dump = find_dump(DUMP)
-    assert dump is not None
+    dump = dump_in(DUMP)
     assert [len(thread.frames) for thread in dump.threads] == [2, 0, 2]
     assert [(frame.file, frame.line, frame.function) for frame in dump.main] == [
         ("/home/ann/train.py", 12, "<module>"),
@@ -87,36 +92,32 @@ def test_all_threads_and_the_one_that_counts() -> None:
 def test_the_main_thread_is_the_last_whoever_got_the_signal() -> None:
     """In a process that was stopped any thread may get it; one without Python is not in the list at all."""
     for first, last in (("Current thread", "Thread"), ("Thread", "Thread")):
-        dump = find_dump(
+        dump = dump_in(
             f'{HEAD}{first} 0x00007fe7d7fff6c0 (most recent call first):\n  File "loader.py", line 3 in get\n\n'
             f'{last} 0x00007fe7e8a3f740 (most recent call first):\n  File "train.py", line 12 in <module>\n'
         )
-        assert dump is not None
         assert short_stack(dump.main) == ["train.py:12 <module>"]
 
 
 def test_the_main_thread_is_not_among_a_hundred_newer_ones() -> None:
-    dump = find_dump(
+    dump = dump_in(
         f'{HEAD}Current thread 0x00007fe7e8a3f740 (most recent call first):\n  File "pool.py", line 12 in work\n\n'
         'Thread 0x00007fe7d7fff6c0 (most recent call first):\n  File "loader.py", line 3 in get\n\n...\n'
     )
-    assert dump is not None
     assert dump.main == ()
     assert len(stacks_of(dump, where="S (sleeping)").others) == 2
     assert stacks_of(dump, where="S (sleeping)").where == "S (sleeping)"
 
 
 def test_newer_pythons_names_and_c_stack() -> None:
-    dump = find_dump(DUMP_314)
-    assert dump is not None
+    dump = dump_in(DUMP_314)
     assert [thread.name for thread in dump.threads] == ["loader", "MainThread"]
     assert [frame.line for frame in dump.main] == [12]
     assert "Binary file" not in dump.text
 
 
 def test_the_last_dump_of_several() -> None:
-    dump = find_dump(DUMP + DUMP_314)
-    assert dump is not None
+    dump = dump_in(DUMP + DUMP_314)
     assert dump.text.count("Fatal Python error") == 1
     assert dump.threads[0].name == "loader"
 
@@ -136,8 +137,7 @@ def test_a_dump_that_was_cut_is_read_as_far_as_it_goes(cut: int) -> None:
 
 
 def test_a_stack_reads_like_a_traceback() -> None:
-    dump = find_dump(DUMP)
-    assert dump is not None
+    dump = dump_in(DUMP)
     assert describe_stack(dump.main).splitlines() == [
         "Stack where it hung (most recent call last):",
         '  File "/home/ann/train.py", line 12, in <module>',

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from hpc_elastic.base.text import clean_text, cut_middle
 from hpc_elastic.failures.explanation import find_cpp_terminate, find_fatal_error
-from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, Frame
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame
 from hpc_elastic.failures.traceback_text import find_python_traceback
 
 PLAIN = """\
@@ -71,9 +73,14 @@ SyntaxError: invalid syntax
 """
 
 
-def test_plain() -> None:
-    found = find_python_traceback(PLAIN)
+def read(text: str) -> FailureText:
+    found = find_python_traceback(text)
     assert found is not None
+    return found
+
+
+def test_plain() -> None:
+    found = read(PLAIN)
     assert (found.exception_type, found.message, found.causes) == ("ValueError", "bad batch 17", ())
     assert found.headline == "ValueError: bad batch 17"
     assert found.text == PLAIN.split("\n", 1)[1].rstrip("\n")
@@ -85,8 +92,7 @@ def test_plain() -> None:
 
 
 def test_chained_names_its_causes_nearest_first() -> None:
-    found = find_python_traceback(CHAINED)
-    assert found is not None
+    found = read(CHAINED)
     assert found.headline == "RuntimeError: while handling"
     assert found.causes == ("pkg.errors.LoadError: outer", "KeyError: 'inner'")
     assert found.text == CHAINED.rstrip("\n")
@@ -95,44 +101,36 @@ def test_chained_names_its_causes_nearest_first() -> None:
 
 def test_a_message_of_several_lines_ends_where_something_else_begins() -> None:
     text = PLAIN + "note one\nnote two\n[W1121 05:45:12.1 socket.cpp:1] [c10d] something else\n"
-    found = find_python_traceback(text)
-    assert found is not None
+    found = read(text)
     assert found.message == "bad batch 17\nnote one\nnote two"
     assert found.lines_after == 1
 
 
 def test_torchs_rank_prefix_is_taken_off() -> None:
     text = "".join(f"[rank3]: {line}\n" for line in PLAIN.splitlines()) + "[rank3]:[E1 a.cpp:1] log\nmore\n"
-    found = find_python_traceback(text)
-    assert found is not None
+    found = read(text)
     assert found.headline == "ValueError: bad batch 17"
     assert found.message == "bad batch 17"
     assert "[rank3]" not in found.text
 
 
-def test_colours_are_taken_off() -> None:
-    found = find_python_traceback(PLAIN.replace("ValueError:", "\x1b[1;35mValueError\x1b[0m:"))
-    assert found is not None
-    assert found.exception_type == "ValueError"
-
-
-def test_an_exception_without_a_message_and_one_with_a_blank_one() -> None:
-    for last in ("MyError", "MyError: "):
-        found = find_python_traceback(PLAIN.replace("ValueError: bad batch 17", last))
-        assert found is not None
-        assert (found.exception_type, found.message) == ("MyError", "")
-        assert found.headline == "MyError"
-
-
-def test_a_class_from_inside_a_function() -> None:
-    found = find_python_traceback(PLAIN.replace("ValueError: bad", "__main__.f.<locals>.Odd: bad"))
-    assert found is not None
-    assert found.exception_type == "__main__.f.<locals>.Odd"
+@pytest.mark.parametrize(
+    ("last", "exception_type", "message"),
+    [
+        ("\x1b[1;35mValueError\x1b[0m: bad", "ValueError", "bad"),
+        ("MyError", "MyError", ""),
+        ("MyError: ", "MyError", ""),
+        ("__main__.f.<locals>.Odd: bad", "__main__.f.<locals>.Odd", "bad"),
+    ],
+)
+def test_type_and_message(last: str, exception_type: str, message: str) -> None:
+    found = read(PLAIN.replace("ValueError: bad batch 17", last))
+    assert (found.exception_type, found.message) == (exception_type, message)
+    assert found.headline == (f"{exception_type}: {message}" if message else exception_type)
 
 
 def test_a_group_tells_what_is_in_it() -> None:
-    found = find_python_traceback(GROUP)
-    assert found is not None
+    found = read(GROUP)
     assert found.exception_type == "ExceptionGroup"
     assert found.message.startswith("many (2 sub-exceptions); in it: ValueError: a; ")
     assert found.frames == (Frame(file="/home/ann/py.py", line=13, function="<module>"),)
@@ -141,24 +139,17 @@ def test_a_group_tells_what_is_in_it() -> None:
 def test_what_ended_nothing_is_not_taken() -> None:
     ignored = "Exception ignored in: <function A.__del__ at 0x7fce9537d620>\n" + PLAIN.split("\n", 1)[1]
     assert find_python_traceback(ignored) is None
-    found = find_python_traceback(PLAIN + ignored.replace("bad batch 17", "while collected"))
-    assert found is not None
-    assert found.message == "bad batch 17"
+    assert read(PLAIN + ignored.replace("bad batch 17", "while collected")).message == "bad batch 17"
 
 
 def test_another_threads_exception_is_taken_where_there_is_no_better_one() -> None:
     thread = "Exception in thread Thread-1 (t):\n" + PLAIN.split("\n", 1)[1].replace("bad batch 17", "in a thread")
-    found = find_python_traceback(thread)
-    assert found is not None
-    assert found.message == "in a thread"
-    found = find_python_traceback(PLAIN + thread)
-    assert found is not None
-    assert found.message == "bad batch 17"
+    assert read(thread).message == "in a thread"
+    assert read(PLAIN + thread).message == "bad batch 17"
 
 
 def test_a_syntax_error_has_no_header() -> None:
-    found = find_python_traceback("warming up\n" + SYNTAX)
-    assert found is not None
+    found = read("warming up\n" + SYNTAX)
     assert (found.exception_type, found.message) == ("SyntaxError", "invalid syntax")
     assert found.text == SYNTAX.rstrip("\n")
 
@@ -169,15 +160,12 @@ def test_text_without_a_traceback() -> None:
 
 
 def test_a_cut_traceback_is_none_and_an_earlier_whole_one_is_found() -> None:
-    found = find_python_traceback(PLAIN + "Traceback (most recent call last):\n  File ")
-    assert found is not None
-    assert found.message == "bad batch 17"
+    assert read(PLAIN + "Traceback (most recent call last):\n  File ").message == "bad batch 17"
 
 
 def test_texts_are_bounded() -> None:
     frames = '  File "/home/ann/train.py", line 5, in main\n    x()\n' * 10_000
-    found = find_python_traceback(f"Traceback (most recent call last):\n{frames}ValueError: {'x' * 1_000_000}\n")
-    assert found is not None
+    found = read(f"Traceback (most recent call last):\n{frames}ValueError: {'x' * 1_000_000}\n")
     assert len(found.text) < TEXT_LIMIT + 200
     assert len(found.message) < MESSAGE_LIMIT + 100
     assert found.text.startswith("Traceback (most recent call last):\n  File")

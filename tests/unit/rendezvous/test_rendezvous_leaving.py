@@ -9,7 +9,6 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner
-from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals
@@ -17,7 +16,7 @@ from hpc_elastic.rendezvous.state import RoundEvent, Status
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import World
-from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, DecideRestart, info, record, uid, view
+from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, committed, decide, info, record, uid, view
 
 ALL = tuple(uid(node) for node in range(4))
 WHY = "health check failed: GPU 2 has 3 uncorrectable ECC errors"
@@ -26,8 +25,7 @@ BROKEN = record(Status.JOINABLE, *ALL)
 
 
 def test_a_member_that_leaves_before_it_joined_again_is_not_waited_for() -> None:
-    proposal = next_proposal(view(BROKEN, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, DecideRestart())
-    assert proposal is not None
+    proposal = committed(view(BROKEN, joined=ALL[:3], leaving={uid(3): WHY}))
     assert proposal.event is RoundEvent.FREEZE
     assert [member.node for member in proposal.record.members] == [0, 1, 2]
     assert proposal.record.lost == (3,)
@@ -37,24 +35,21 @@ def test_a_member_that_leaves_before_it_joined_again_is_not_waited_for() -> None
 
 def test_a_node_that_leaves_before_its_first_round_is_not_waited_for() -> None:
     start = record(Status.JOINABLE)
-    assert next_proposal(view(start, joined=ALL[:3]), SETTINGS, DecideRestart()) is None
-    proposal = next_proposal(view(start, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, DecideRestart())
-    assert proposal is not None
+    assert decide(view(start, joined=ALL[:3])) is None
+    proposal = committed(view(start, joined=ALL[:3], leaving={uid(3): WHY}))
     assert proposal.event is RoundEvent.FREEZE
 
 
 def test_a_new_agent_on_a_node_that_left_is_taken_in() -> None:
     newer = uid(3, start=2)
-    proposal = next_proposal(view(BROKEN, joined=(*ALL[:3], newer), leaving={uid(3): WHY}), SETTINGS, DecideRestart())
-    assert proposal is not None
+    proposal = committed(view(BROKEN, joined=(*ALL[:3], newer), leaving={uid(3): WHY}))
     assert [member.uid for member in proposal.record.members] == [*ALL[:3], newer]
     assert proposal.left == {}
 
 
 def test_too_few_are_left_at_once_with_the_reason() -> None:
     seen = view(BROKEN, joined=ALL[:1], leaving=dict.fromkeys(ALL[1:], WHY))
-    proposal = next_proposal(seen, SETTINGS, DecideRestart())
-    assert proposal is not None
+    proposal = committed(seen)
     assert proposal.event is RoundEvent.CLOSE
     assert proposal.record.outcome is Outcome.TOO_FEW_NODES
     assert proposal.record.retryable
@@ -82,8 +77,8 @@ def test_where_too_few_are_left_each_one_waits_for_replacements_or_the_run_is_cl
 ) -> None:
     settings = replace(SETTINGS, min_nodes=least, max_nodes=2, expected_nodes=2, give_up=give_up)
     one_is_lost = record(Status.JOINABLE, *ALL[:2], lost=(1,))
-    seen = view(one_is_lost, joined=ALL[:1], dead=frozenset(ALL[1:2]), since_status=1000.0, since_lost=1000.0)
-    proposal = next_proposal(seen, settings, DecideRestart())
+    seen = view(one_is_lost, joined=ALL[:1], dead=ALL[1:2], since_status=1000.0, since_lost=1000.0)
+    proposal = decide(seen, settings)
     assert (proposal.event if proposal is not None else None) is event
 
 

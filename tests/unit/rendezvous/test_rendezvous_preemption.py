@@ -13,17 +13,16 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import read_claim
-from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.preemption import (
     PreemptionStatus,
     RunNotice,
     agreed_step,
     seconds_to_save,
 )
-from hpc_elastic.rendezvous.proposals import RequestsToAll, propose_notice
-from hpc_elastic.rendezvous.state import NodeFailure, RoundEvent, Status, decode_record
+from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, propose_notice
+from hpc_elastic.rendezvous.state import NodeFailure, RoundEvent, RoundRecord, Status, decode_record
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP
-from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
+from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, committed, decide, record, uid, view
 
 NOTICE = RunNotice("SIGUSR2 on n0", 85.0)
 HEEDS = PreemptionStatus(heeds=True, step=100, rate=10.0)
@@ -62,11 +61,15 @@ def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[Preemption
 
 
 def under(status: Status = Status.FINAL, notice: RunNotice = NOTICE, **seen: Any) -> Any:
-    return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, DecideRestart())
+    return decide(view(record(status, *ALL, notice=notice), **seen))
 
 
 NOTED = dict.fromkeys(ALL, HEEDS)
 AGREED = replace(NOTICE, step=141)
+DEAF = dict.fromkeys(ALL, PreemptionStatus(heeds=False, step=5, rate=1.0))
+BOOM = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=True, message="boom")
+SILENT = "nid003 stopped its heartbeat"
+PREEMPTED, SUCCEEDED = Outcome.PREEMPTED, Outcome.SUCCEEDED
 
 
 @pytest.mark.parametrize("status", [Status.JOINABLE, Status.FROZEN])
@@ -99,68 +102,41 @@ def test_where_no_steps_are_told_each_saves_when_it_can() -> None:
 
 
 def test_while_they_save_nothing_follows_whatever_else_happens() -> None:
-    assert under(notice=AGREED, noted=NOTED, since_notice=20.0, kept=frozenset(ALL[:3])) is None
+    assert under(notice=AGREED, noted=NOTED, since_notice=20.0, kept=ALL[:3]) is None
     assert under(notice=AGREED, noted=NOTED, joined=(uid(4),), since_waiting=1000.0) is None
+    assert under(Status.CLOSED) is None
 
 
-def test_when_all_have_saved_the_attempt_is_over() -> None:
-    proposal = under(notice=AGREED, noted=NOTED, kept=frozenset(ALL), since_notice=41.3)
-    assert (proposal.event, proposal.record.outcome) == (RoundEvent.CLOSE, Outcome.PREEMPTED)
-    assert proposal.reason == "notice SIGUSR2 on n0; saved in 41 of 85 s (step 141)"
-
-
-def test_a_node_that_is_done_need_not_have_saved() -> None:
-    proposal = under(notice=AGREED, noted=NOTED, kept=frozenset(ALL[:3]), done=frozenset(ALL[3:]))
-    assert proposal.record.outcome is Outcome.PREEMPTED
+@pytest.mark.parametrize(
+    ("what", "seen", "outcome", "reason"),
+    [
+        ("all saved", {"kept": ALL, "since_notice": 41.3}, PREEMPTED, "; saved in 41 of 85 s (step 141)"),
+        ("one is done and need not save", {"kept": ALL[:3], "done": ALL[3:]}, PREEMPTED, ""),
+        (
+            "the script checks for none",
+            {"noted": DEAF, "since_notice": 1.2},
+            PREEMPTED,
+            "; the script does not check for it: not waiting",
+        ),
+        ("one is too late", {"kept": ALL[:3], "since_notice": 85.0}, PREEMPTED, "; nid003 had not saved after 85 s"),
+        ("all were done anyway", {"done": ALL}, SUCCEEDED, ""),
+        ("all were done because of it", {"done": ALL, "kept": ALL}, PREEMPTED, ""),
+        ("all were done before it was known that none checks", {"noted": DEAF, "done": ALL}, SUCCEEDED, ""),
+        ("a node is lost, the others are done", {"done": ALL[:3], "dead": ALL[3:]}, PREEMPTED, f"; then {SILENT}"),
+        ("a node is done, then lost", {"done": ALL, "dead": ALL[3:]}, SUCCEEDED, ""),
+        ("a worker fails", {"failures": {ALL[3]: BOOM}}, PREEMPTED, "; then boom on nid003"),
+        ("a node is lost", {"dead": ALL[3:]}, PREEMPTED, f"; then {SILENT}"),
+    ],
+)
+def test_how_an_attempt_ends_under_a_notice(what: str, seen: dict[str, Any], outcome: Outcome, reason: str) -> None:
+    proposal = under(notice=AGREED, **{"noted": NOTED, **seen})
+    assert (proposal.event, proposal.record.outcome) == (RoundEvent.CLOSE, outcome)
+    assert proposal.reason.endswith(reason)
+    assert proposal.reason.startswith("notice SIGUSR2 on n0") or not reason
 
 
 def test_a_script_that_heeds_no_notices_is_not_waited_for() -> None:
-    noted = dict.fromkeys(ALL, PreemptionStatus(heeds=False, step=5, rate=1.0))
-    assert under(noted=noted, since_notice=1.2).event is RoundEvent.AGREE
-    proposal = under(notice=AGREED, noted=noted, since_notice=1.2)
-    assert proposal.record.outcome is Outcome.PREEMPTED
-    assert "does not check for it" in proposal.reason
-
-
-def test_who_is_too_late_is_named() -> None:
-    proposal = under(notice=AGREED, noted=NOTED, kept=frozenset(ALL[:3]), since_notice=85.0)
-    assert proposal.record.outcome is Outcome.PREEMPTED
-    assert proposal.reason == "notice SIGUSR2 on n0; nid003 had not saved after 85 s"
-
-
-def test_workers_that_were_ready_anyway_have_succeeded() -> None:
-    assert under(notice=AGREED, noted=NOTED, done=frozenset(ALL)).record.outcome is Outcome.SUCCEEDED
-    ended_because_of_it = under(notice=AGREED, noted=NOTED, done=frozenset(ALL), kept=frozenset(ALL))
-    assert ended_because_of_it.record.outcome is Outcome.PREEMPTED
-
-
-def test_workers_that_were_ready_before_it_was_known_that_none_checks_for_it_have_succeeded() -> None:
-    noted = dict.fromkeys(ALL, PreemptionStatus(heeds=False, step=5, rate=1.0))
-    proposal = under(notice=AGREED, noted=noted, done=frozenset(ALL))
-    assert proposal.record.outcome is Outcome.SUCCEEDED
-
-
-def test_a_node_that_is_lost_under_it_did_not_succeed_with_the_others() -> None:
-    proposal = under(notice=AGREED, noted=NOTED, done=frozenset(ALL[:3]), dead=frozenset(ALL[3:]))
-    assert proposal.record.outcome is Outcome.PREEMPTED
-    assert proposal.reason == "notice SIGUSR2 on n0; then nid003 stopped its heartbeat"
-    both = under(notice=AGREED, noted=NOTED, done=frozenset(ALL), dead=frozenset(ALL[3:]))
-    assert both.record.outcome is Outcome.SUCCEEDED
-
-
-def test_a_failure_or_a_loss_meanwhile_ends_it_at_once() -> None:
-    failed = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=True, message="boom")
-    proposal = under(notice=AGREED, noted=NOTED, failures={ALL[3]: failed})
-    assert (proposal.record.outcome, proposal.reason) == (
-        Outcome.PREEMPTED,
-        "notice SIGUSR2 on n0; then boom on nid003",
-    )
-    proposal = under(notice=AGREED, noted=NOTED, dead=frozenset(ALL[3:]))
-    assert proposal.reason == "notice SIGUSR2 on n0; then nid003 stopped its heartbeat"
-
-
-def test_after_the_end_nothing_follows() -> None:
-    assert under(Status.CLOSED) is None
+    assert under(noted=DEAF, since_notice=1.2).event is RoundEvent.AGREE
 
 
 def test_every_record_after_it_carries_the_notice() -> None:
@@ -173,14 +149,19 @@ def test_every_record_after_it_carries_the_notice() -> None:
 # -- a signal that an agent heard
 
 
+def next_of(words: RequestsToAll, of: RoundRecord = FINAL, **more: float) -> Proposal:
+    proposal = words.next(of, **more)
+    assert proposal is not None
+    return proposal
+
+
 def test_a_signal_that_was_heard_is_on_disk_and_told_once() -> None:
     words = RequestsToAll()
     assert not words
     words.heard("SIGTERM on n1")
     words.heard("SIGTERM on n2")
     assert words
-    proposal = words.next(FINAL)
-    assert proposal is not None
+    proposal = next_of(words)
     assert (proposal.event, proposal.record.heard, proposal.reason) == (
         RoundEvent.HEARD,
         "SIGTERM on n1",
@@ -211,8 +192,7 @@ def test_a_sigterm_after_a_notice_is_told_once_since_it_may_leave_less_time(firs
     words.heard("SIGUSR2 on n1")
     words.heard("SIGTERM on n1")
     words.heard("SIGTERM on n3")
-    told = words.next(replace(FINAL, notice=NOTICE, heard=first))
-    assert told is not None
+    told = next_of(words, replace(FINAL, notice=NOTICE, heard=first))
     assert (told.event, told.record.heard, told.record.notice) == (RoundEvent.HEARD, "SIGTERM on n1", NOTICE)
     assert words.next(told.record) is None
     words.heard("SIGTERM on n1")
@@ -246,8 +226,7 @@ def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
     words.give_notice(NOTICE)
     words.close(Outcome.CANCELLED, "first")
     words.close(Outcome.FAILED, "second")
-    closing = words.next(FINAL)
-    assert closing is not None
+    closing = next_of(words)
     assert (closing.record.status, closing.record.outcome, closing.reason) == (
         Status.CLOSED,
         Outcome.CANCELLED,
@@ -256,18 +235,15 @@ def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
     other = RequestsToAll()
     other.heard("SIGTERM on n1")
     other.give_notice(NOTICE)
-    notice = other.next(FINAL)
-    assert notice is not None
+    notice = next_of(other)
     assert notice.event is RoundEvent.NOTICE
 
 
 def test_no_round_begins_until_it_is_known_what_a_signal_means() -> None:
     """Workers that the signal itself has ended are not started anew for the moments that are left."""
     before = record(Status.JOINABLE, *ALL, heard="SIGTERM on n1")
-    ready = next_proposal(view(replace(before, heard=""), joined=ALL), SETTINGS, DecideRestart())
-    assert ready is not None
+    ready = committed(view(replace(before, heard=""), joined=ALL))
     assert ready.event is RoundEvent.FREEZE
-    assert next_proposal(view(before, joined=ALL, since_status=1.0), SETTINGS, DecideRestart()) is None
-    late = next_proposal(view(before, joined=ALL, since_status=6.5), SETTINGS, DecideRestart())
-    assert late is not None
+    assert decide(view(before, joined=ALL, since_status=1.0)) is None
+    late = committed(view(before, joined=ALL, since_status=6.5))
     assert late.event is RoundEvent.FREEZE, "nobody can say it"

@@ -18,28 +18,15 @@ from hpc_elastic.rendezvous.state import TRANSITIONS, RoundEvent, Status, next_s
 J, Z, F, C = Status.JOINABLE, Status.FROZEN, Status.FINAL, Status.CLOSED
 E = RoundEvent
 LEGAL = {
-    (J, E.TAKE_OVER): J,
+    **{(status, event): status for status in (J, Z, F) for event in (E.TAKE_OVER, E.ASK, E.HEARD, E.NOTICE)},
+    **{(status, E.CLOSE): C for status in (J, Z, F)},
     (J, E.ANNOUNCE): J,
-    (J, E.ASK): J,
-    (J, E.HEARD): J,
-    (J, E.NOTICE): J,
     (J, E.FREEZE): Z,
-    (J, E.CLOSE): C,
-    (Z, E.TAKE_OVER): Z,
-    (Z, E.ASK): Z,
-    (Z, E.HEARD): Z,
-    (Z, E.NOTICE): Z,
     (Z, E.CONFIRM): F,
     (Z, E.REOPEN): J,
-    (Z, E.CLOSE): C,
-    (F, E.TAKE_OVER): F,
     (F, E.ANNOUNCE): F,
-    (F, E.ASK): F,
-    (F, E.HEARD): F,
-    (F, E.NOTICE): F,
     (F, E.AGREE): F,
     (F, E.REOPEN): J,
-    (F, E.CLOSE): C,
 }
 
 

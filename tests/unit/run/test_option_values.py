@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,6 @@ def test_the_job_log_can_be_that_of_some_global_ranks() -> None:
     assert parse_rank_ranges("5,0-2,3,1-2", "x") == ((0, 3), (5, 5))
 
 
-@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "0-", "0,,1", "1-2-3"])
-def test_ranks_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="--job-log-ranks"):
-        parse_rank_ranges(text, "--job-log-ranks")
-
-
 @pytest.mark.parametrize(
     ("text", "of_0", "of_1", "of_12"),
     [
@@ -110,26 +105,8 @@ def test_streams(text: str, of_0: Std, of_1: Std, of_12: Std) -> None:
     assert [choice.of(rank) for rank in (0, 1, 12)] == [of_0, of_1, of_12]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "4", "-1", "x", "0:", ":3", "0:4", "0:3,", "0:3;1:1", "0:3:1", "0-3", "1,2", "²", "00"]
-)
-def test_streams_that_make_no_sense_are_refused_with_the_option_and_the_value(text: str) -> None:
-    with pytest.raises(UsageError, match="--tee") as caught:
-        parse_std_streams(text, option="--tee")
-    assert repr(text) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_rank_named_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match="local rank 1 is named twice"):
-        parse_std_streams("1:3,1:1", option="--tee")
-
-
 def test_local_ranks() -> None:
     assert parse_local_ranks("2,0,2") == (0, 2)
-    for text in ("", "a", "0,", "-1", "0 1"):
-        with pytest.raises(UsageError, match="--local-ranks-filter"):
-            parse_local_ranks(text)
 
 
 def test_everything_is_shown_unless_something_was_asked_for() -> None:
@@ -170,34 +147,6 @@ def test_timeouts_as_they_are_written() -> None:
     assert SectionTimeouts().shortest is None
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "''"),
-        ("step", "'step'"),
-        ("60", "'60'"),
-        ("step:", "''"),
-        ("step:0", "'0'"),
-        ("step:-1", "'-1'"),
-        ("step:nan", "'nan'"),
-        ("step:inf", "'inf'"),
-        ("step:1e9", "'1e9'"),
-        ("step:60s", "'60s'"),
-        ("step:60,", "''"),
-        (":60", "''"),
-        ("two words:60", "'two words'"),
-        ("x" * 33 + ":60", "x" * 33),
-        ("step:60,step:70", "'step' is given twice"),
-        ("step:auto,step:70", "'step' is given twice"),
-        ("checkpoint:auto", "'checkpoint:auto'"),
-    ],
-)
-def test_timeouts_that_cannot_be_right(text: str, named: str) -> None:
-    with pytest.raises(UsageError, match="--section-timeouts") as caught:
-        parse_section_timeouts(text)
-    assert named in str(caught.value)
-
-
 # -- --health-checks, --health-check -----------------------------------------------------------------------------------
 
 
@@ -218,15 +167,6 @@ def test_checks_are_asked_for_by_name(text: str, expected: dict[Check, float]) -
     assert parse_health_checks(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["disk", "tmp=", "tmp=x", "tmp=-1", "tmp=1X", "shared=0", "shared=1M", "default=3", "none,tmp", "tmp,", "gpu=nan"],
-)
-def test_checks_that_make_no_sense(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--health-checks "):
-        parse_health_checks(text)
-
-
 def test_a_command_is_split_and_never_given_to_a_shell() -> None:
     parse = command_like("/path/check.sh --fast")
     assert parse("/a/check.sh --fast 'a b; rm'", "--health-check") == ("/a/check.sh", "--fast", "a b; rm")
@@ -242,14 +182,6 @@ def test_a_command_is_split_and_never_given_to_a_shell() -> None:
 
 def test_metrics() -> None:
     assert parse_metrics("prometheus:/x/a.prom") == MetricsTarget(path="/x/a.prom")
-
-
-@pytest.mark.parametrize(
-    "text", ["csv:/tmp/x", "jsonl:/tmp/x", "prometheus:", "prometheus:a.prom", "prometheus:/tmp/x.txt"]
-)
-def test_metrics_that_make_no_sense(text: str) -> None:
-    with pytest.raises(UsageError, match="--metrics"):
-        parse_metrics(text)
 
 
 # -- --bad-nodes -------------------------------------------------------------------------------------------------------
@@ -269,15 +201,52 @@ def test_bad_nodes(text: str, settings: BadNodeSettings) -> None:
     assert parse_bad_nodes(text) == settings
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["on", "run,off", "jobs", "hours=0", "hours=-1", "hours=x", "hours=nan", "share=1.1", "share=", "run,", "hours"],
-)
-def test_bad_nodes_that_make_no_sense(text: str) -> None:
-    with pytest.raises(UsageError, match="--bad-nodes"):
-        parse_bad_nodes(text)
-
-
 @pytest.mark.parametrize("text", ["run", "run,hours=2", "off,share=0.5"])
 def test_bad_nodes_are_shown_as_they_are_written(text: str) -> None:
     assert str(parse_bad_nodes(text)) == text
+
+
+# -- what makes no sense -----------------------------------------------------------------------------------------------
+
+NONSENSE: dict[str, tuple[Callable[[str], object], str]] = {
+    "--job-log-ranks": (lambda text: parse_rank_ranges(text, "--job-log-ranks"), "|a|3-1|-1|0-|0,,1|1-2-3"),
+    "--local-ranks-filter": (parse_local_ranks, "|a|0,|-1|0 1"),
+    "--tee": (lambda text: parse_std_streams(text, "--tee"), "|4|-1|x|0:|:3|0:4|0:3,|0:3;1:1|0:3:1|0-3|1,2|\u00b2|00"),
+    "--health-checks": (
+        parse_health_checks, "disk|tmp=|tmp=x|tmp=-1|tmp=1X|shared=0|shared=1M|default=3|none,tmp|tmp,|gpu=nan"
+    ),
+    "--metrics": (parse_metrics, "csv:/tmp/x|jsonl:/tmp/x|prometheus:|prometheus:a.prom|prometheus:/tmp/x.txt"),
+    "--bad-nodes": (
+        parse_bad_nodes, "on|run,off|jobs|hours=0|hours=-1|hours=x|hours=nan|share=1.1|share=|run,|hours"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [(option, text) for option, (_, texts) in NONSENSE.items() for text in texts.split("|")]
+)
+def test_what_makes_no_sense_is_refused_with_the_option(option: str, text: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{option}\b") as caught:
+        NONSENSE[option][0](text)
+    assert option != "--tee" or repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        *[("", "''"), ("step", "'step'"), ("60", "'60'"), ("step:60,", "''"), (":60", "''")],
+        *[(f"step:{seconds}", f"'{seconds}'") for seconds in ("", "0", "-1", "nan", "inf", "1e9", "60s")],
+        *[("two words:60", "'two words'"), ("x" * 33 + ":60", "x" * 33), ("checkpoint:auto", "'checkpoint:auto'")],
+        *[(f"step:{first},step:70", "'step' is given twice") for first in ("60", "auto")],
+    ],
+)
+def test_timeouts_that_cannot_be_right(text: str, named: str) -> None:
+    with pytest.raises(UsageError, match="--section-timeouts") as caught:
+        parse_section_timeouts(text)
+    assert named in str(caught.value)
+
+
+def test_rank_named_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="local rank 1 is named twice"):
+        parse_std_streams("1:3,1:1", option="--tee")
