@@ -7,8 +7,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,10 +42,11 @@ from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.workers.spawn import EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.stop import Survivor
-from tests.rigs.agent_site import make_site, make_spec
+from tests.rigs.agent_site import make_site
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_workers import FakeWorkers, failure
+from tests.rigs.specs import make_spec
 
 ME = "00000-n0-0000000000000005-aaaa"
 OTHER = "00001-n1-0000000000000001-bbbb"
@@ -102,7 +104,7 @@ class Said:
         return [arguments for word, arguments in self.words if word == wanted][-1]
 
 
-Step = Callable[[], Any] | list[Any]
+Step = Callable[[], Any] | list[Any] | Phase
 
 
 CLAIMED, UNCLAIMED = EndClaimed(by="another"), EndUnclaimed()
@@ -207,17 +209,41 @@ class Play:
     script: Script
 
     def run(self, *steps: Step) -> int:
-        self.script.steps = iter(steps)
+        self.script.steps = (partial(self._is_in, step) if isinstance(step, Phase) else step for step in steps)
         return self.agent.run()
 
-    def pass_seconds(self, seconds: float) -> None:
-        self.agent.site.clock.now += seconds  # type: ignore[attr-defined]
+    # -- steps
 
-    def phase_is(self, phase: Phase) -> Step:
+    def worker(self, then: Sequence[Any] = (), **facts: Any) -> Callable[[], list[Any]]:
+        """The first workers show these facts; then come these records."""
+        return lambda: [setattr(self.workers[0], *fact) for fact in facts.items()] and list(then)
+
+    def fall(self, *failures: Any, **facts: Any) -> Step:
+        return lambda: (self.worker(**facts)(), self.workers[0].fall(*failures))
+
+    def finish(self) -> None:
+        self.workers[0].finish()
+
+    def shows(self, **facts: Any) -> Callable[[], None]:
         def check() -> None:
-            assert self.agent.phase is phase
+            assert {name: getattr(self.workers[0], name) for name in facts} == facts
 
         return check
+
+    def signal(self, number: signal.Signals) -> Step:
+        return lambda: self.signals.append(number)
+
+    def wait(self, seconds: float) -> Callable[[], None]:
+        def wait() -> None:
+            self.agent.site.clock.now += seconds  # type: ignore[attr-defined]
+
+        return wait
+
+    def lose_store(self) -> None:
+        self.server.state = StoreState.FAILED
+
+    def _is_in(self, phase: Phase) -> None:
+        assert self.agent.phase is phase
 
     def event(self, name: str) -> dict[str, Any]:
         return [fields for event, fields in self.events if event == name][-1]
@@ -301,13 +327,13 @@ def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
     assert p.agent.state is WorkerState.INIT
     code = p.run(
         [START],
-        p.phase_is(Phase.JOINING),
+        Phase.JOINING,
         [frozen()],
-        p.phase_is(Phase.READY),
+        Phase.READY,
         [final()],
-        p.phase_is(Phase.RUNNING),
-        lambda: p.workers[0].finish(),
-        p.phase_is(Phase.DONE),
+        Phase.RUNNING,
+        p.finish,
+        Phase.DONE,
         [],
         [closed()],
     )
@@ -368,49 +394,71 @@ def test_a_cold_agent_waits_for_a_late_record_before_it_asks_to_join(
     ready = iter([{-1}, {-1}, {p.script.fileno()}])
     monkeypatch.setattr(node_agent, "wait_readable", lambda watched, seconds: next(ready, set()))
     others = final(members=(Member(OTHER, 1, 1),))
-    assert p.run([], [], [others], p.phase_is(Phase.JOINING), [closed()]) == 0
+    assert p.run([], [], [others], Phase.JOINING, [closed()]) == 0
     assert p.said.all("join") == []
 
 
-def test_a_new_coordinator_in_a_frozen_round_changes_nothing(play: Callable[..., Play]) -> None:
-    """A second bind would give the workers' TCPStore a port that nobody was told."""
+def ended_by_agent(p: Play) -> Step:
+    return p.worker([joinable(1)], failures=[failure(stopped_by_agent=True)])
+
+
+OLDER = Member("00000-n0-0000000000000004-cccc", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said", "started", "stops"),
+    [
+        # A new coordinator in a frozen round: a second bind would give the workers' TCPStore a port that nobody knows.
+        (
+            [[frozen()], [frozen(term=2, leader=OTHER)], Phase.READY, [final(term=2)], [final(term=3)], Phase.RUNNING],
+            "join confirm0",
+            [0],
+            1,
+        ),
+        # A round that was given up before it was final; what was between 1 and 2 was not seen.
+        (
+            [
+                *([frozen(0)], [joinable(1)], Phase.JOINING),
+                *([frozen(1)], [frozen(2)], Phase.READY, [final(2)], Phase.RUNNING),
+            ],
+            "join confirm0 join confirm1 join confirm2",
+            [2],
+            1,
+        ),
+        # A final round without this node; an older agent of this node in the record.
+        ([[frozen(members=BOTH[1:])], [final(members=BOTH[1:])], Phase.JOINING], "join", [], 0),
+        ([[final(members=(OLDER, BOTH[1]))], Phase.JOINING], "join", [], 0),
+        # Others broke the round: no report of workers that this agent ended.
+        ([*RUNNING, ended_by_agent, [], [], Phase.JOINING], "join confirm0 join", [0], 1),
+        # Its workers are done, and a later failure breaks the round.
+        (
+            [
+                *(*RUNNING, lambda p: p.finish, [], [], Phase.DONE),
+                *([joinable(1)], [], [], [], Phase.JOINING, [frozen(1)], [final(1)], Phase.RUNNING),
+            ],
+            "join confirm0 report_done join confirm1",
+            [0, 1],
+            1,
+        ),
+        # Second and third newer rounds while workers end.
+        (
+            [*RUNNING, lambda p: p.worker([joinable(1)], looks_to_stop=5), [joinable(2)], [joinable(3)], *[[]] * 5],
+            "join confirm0 join",
+            [0],
+            1,
+        ),
+    ],
+)  # fmt: skip
+def test_the_records_decide_what_is_said_started_and_stopped(
+    play: Callable[..., Play], steps: list[Any], said: str, started: list[int], stops: int
+) -> None:
     p = play()
-    p.run(
-        [frozen()],
-        [frozen(term=2, leader=OTHER)],
-        p.phase_is(Phase.READY),
-        [final(term=2)],
-        [final(term=3)],
-        p.phase_is(Phase.RUNNING),
-        [closed()],
-    )
-    assert p.said.all("confirm") == ["confirm"]
-    assert p.server.calls.count("bind") == 1
-    assert len(p.workers) == 1
-
-
-def test_a_round_that_was_given_up_before_it_was_final_is_joined_anew(play: Callable[..., Play]) -> None:
-    p = play()
-    p.run(
-        [frozen(0)],
-        [joinable(1)],
-        p.phase_is(Phase.JOINING),
-        [frozen(1)],
-        [frozen(2)],  # what was between was not seen
-        p.phase_is(Phase.READY),
-        [final(2)],
-        p.phase_is(Phase.RUNNING),
-        [closed()],
-    )
-    assert [arguments[0] for word, arguments in p.said.words if word == "confirm"] == [0, 1, 2]
-    assert p.workers[0].round == 2
-
-
-def test_a_final_round_without_this_node_is_not_its_own(play: Callable[..., Play]) -> None:
-    p = play()
-    p.run([frozen(members=BOTH[1:])], [final(members=BOTH[1:])], p.phase_is(Phase.JOINING), [closed()])
-    assert p.workers == []
-    assert p.said.all() == ["join", "deregister"]
+    p.run(*(step(p) if isinstance(step, FunctionType) else step for step in steps), [closed()])
+    words = [word + str(*args[:1]) * (word == "confirm") for word, args in p.said.words if word != "await_end"]
+    assert words == [*said.split(), "deregister"]
+    assert p.server.calls.count("bind") == said.count("confirm")
+    assert [workers.round for workers in p.workers] == started
+    assert [event for event, _ in p.events].count("workers_stopping") == stops
 
 
 def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Callable[..., Play]) -> None:
@@ -427,7 +475,7 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Call
         [],
         told_at_once,
         [],
-        p.phase_is(Phase.JOINING),
+        Phase.JOINING,
         [frozen(1)],
         [final(1, restarts_used=1)],
         [closed(Outcome.FAILED)],
@@ -447,65 +495,11 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Call
     assert [fields["rank"] for event, fields in p.events if event == "worker_failed"] == [1, 0]
 
 
-def test_a_round_that_others_broke_is_left_without_a_word(play: Callable[..., Play]) -> None:
-    p = play()
-
-    def fell_because_we_ended_it() -> list[Any]:
-        p.workers[0].failures = [failure(stopped_by_agent=True)]
-        return [joinable(1)]
-
-    p.run(*RUNNING, fell_because_we_ended_it, [], [], p.phase_is(Phase.JOINING), [closed()])
-    assert p.said.all() == ["join", "confirm", "join", "deregister"]
-
-
-def test_who_is_done_goes_back_when_a_later_failure_breaks_the_round(play: Callable[..., Play]) -> None:
-    p = play()
-    p.run(
-        *RUNNING,
-        lambda: p.workers[0].finish(),
-        [],
-        [],
-        p.phase_is(Phase.DONE),
-        [joinable(1)],
-        [],
-        [],
-        [],
-        p.phase_is(Phase.JOINING),
-        [frozen(1)],
-        [final(1)],
-        p.phase_is(Phase.RUNNING),
-        [closed()],
-    )
-    assert p.said.all() == ["join", "confirm", "report_done", "join", "confirm", "deregister"]
-
-
-def test_a_second_newer_round_while_workers_end_is_no_second_stop(play: Callable[..., Play]) -> None:
-    p = play()
-
-    def slow() -> list[Any]:
-        p.workers[0].looks_to_stop = 5
-        return [joinable(1)]
-
-    p.run(*RUNNING, slow, [joinable(2)], [joinable(3)], [], [], [], [], [], [closed()])
-    assert [event for event, _ in p.events].count("workers_stopping") == 1
-    assert p.said.all() == ["join", "confirm", "join", "deregister"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[..., Play], number: signal.Signals) -> None:
     p = play(cluster="local")
-
-    def slow() -> None:
-        p.workers[0].looks_to_stop = 3
-        p.signals.append(number)
-
-    code = p.run(
-        *RUNNING,
-        slow,
-        lambda: p.signals.append(number),
-        lambda: p.signals.append(signal.SIGTERM),
-        [closed(Outcome.CANCELLED)],
-    )
+    more = p.signal(number), p.signal(number), p.signal(signal.SIGTERM)
+    code = p.run(*RUNNING, p.worker(looks_to_stop=3), *more, [closed(Outcome.CANCELLED)])
     assert code == 128 + number
     assert p.said.all("close") == ["close"]
     assert p.said.last("close") == (Outcome.CANCELLED, f"{number.name} on n0")
@@ -520,16 +514,16 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
     p = play(kill_wait=30.0)
     code = p.run(
         *RUNNING,
-        lambda: p.signals.append(number),
-        lambda: p.signals.append(number),
-        p.phase_is(Phase.RUNNING),
+        p.signal(number),
+        p.signal(number),
+        Phase.RUNNING,
         [final(heard=f"{number.name} on n0", number=2)],
-        lambda: p.pass_seconds(3.9),
-        p.phase_is(Phase.RUNNING),
+        p.wait(3.9),
+        Phase.RUNNING,
         [final(notice=RunNotice("SIGTERM on n0 (preemption)", 20.0, left=60.0), number=3)],
-        lambda: p.pass_seconds(10.0),
-        lambda: p.signals.append(number),  # the end of the grace, say
-        p.phase_is(Phase.RUNNING),
+        p.wait(10.0),
+        p.signal(number),  # the end of the grace, say
+        Phase.RUNNING,
         [closed(Outcome.PREEMPTED)],
     )
     assert [args for word, args in p.said.words if word == "heard"] == [(f"{number.name} on n0",)]
@@ -547,14 +541,14 @@ def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_
     p.run(
         [frozen()],
         [final(notice=long)],
-        lambda: p.pass_seconds(20.0),
-        lambda: p.signals.append(signal.SIGTERM),
-        lambda: p.pass_seconds(5.0),
-        p.phase_is(Phase.RUNNING),  # nobody has to answer: it may be what was known
+        p.wait(20.0),
+        p.signal(signal.SIGTERM),
+        p.wait(5.0),
+        Phase.RUNNING,  # nobody has to answer: it may be what was known
         [final(notice=short, number=3)],
         [final(notice=replace(short, step=7), number=4)],
-        lambda: p.signals.append(signal.SIGTERM),  # its end
-        lambda: p.pass_seconds(5.0),
+        p.signal(signal.SIGTERM),  # its end
+        p.wait(5.0),
         [closed(Outcome.PREEMPTED)],
     )
     assert [args for word, args in p.said.words if word == "heard"] == [("SIGTERM on n0",)]
@@ -565,11 +559,11 @@ def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
     p = play(kill_wait=30.0)
     code = p.run(
         *RUNNING,
-        lambda: p.signals.append(signal.SIGTERM),
-        lambda: p.pass_seconds(3.9),
-        p.phase_is(Phase.RUNNING),
-        lambda: p.pass_seconds(0.2),
-        p.phase_is(Phase.LEAVING),
+        p.signal(signal.SIGTERM),
+        p.wait(3.9),
+        Phase.RUNNING,
+        p.wait(0.2),
+        Phase.LEAVING,
     )
     assert code == 128 + signal.SIGTERM
     assert p.said.last("close") == (Outcome.CANCELLED, "SIGTERM on n0")
@@ -577,44 +571,14 @@ def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
     assert p.said.all("await_end") != [], "the supervisor may have been killed: then an agent writes the verdict"
 
 
-def test_nobody_says_what_a_notice_means(play: Callable[..., Play]) -> None:
-    p = play()
-    p.run(
-        *RUNNING,
-        lambda: p.signals.append(signal.SIGUSR2),
-        lambda: p.pass_seconds(4.1),
-        p.phase_is(Phase.RUNNING),
-        p.phase_is(Phase.RUNNING),
-        [closed(Outcome.PREEMPTED)],
-    )
-    (notice,) = p.said.last("give_notice")
-    assert notice.reason == "SIGUSR2 on n0"
-    assert p.said.all("close") == []
-
-
-def test_a_cancel_that_comes_while_workers_are_stopped_shortens_their_grace(play: Callable[..., Play]) -> None:
-    p = play(kill_wait=10.0)
-
-    def slow() -> None:
-        p.workers[0].looks_to_stop = 4
-
-    p.run(
-        *RUNNING,
-        slow,
-        [closed(Outcome.FAILED)],
-        lambda: p.signals.append(signal.SIGTERM),
-    )
-    assert p.workers[0].graces == [30.0, 8.0]
-
-
-def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(play: Callable[..., Play]) -> None:
-    p = play(cluster="local")
+@pytest.mark.parametrize(("cluster", "asked"), [("local", 0.0), ("slurm", 4.1)])
+def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(
+    play: Callable[..., Play], cluster: str, asked: float
+) -> None:
+    """Under Slurm where no supervisor says what it means."""
+    p = play(cluster=cluster)
     code = p.run(
-        *RUNNING,
-        lambda: p.signals.append(signal.SIGUSR2),
-        p.phase_is(Phase.RUNNING),
-        p.phase_is(Phase.RUNNING),
-        [closed(Outcome.PREEMPTED)],
+        *RUNNING, p.signal(signal.SIGUSR2), p.wait(asked), Phase.RUNNING, Phase.RUNNING, [closed(Outcome.PREEMPTED)]
     )
     (notice,) = p.said.last("give_notice")
     assert notice.reason == "SIGUSR2 on n0"
@@ -622,6 +586,12 @@ def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(play: Callable[..., 
     assert 0 < notice.seconds < 120
     assert p.said.all("close") == []
     assert code == 0, "it did what it was asked to do"
+
+
+def test_a_cancel_that_comes_while_workers_are_stopped_shortens_their_grace(play: Callable[..., Play]) -> None:
+    p = play(kill_wait=10.0)
+    p.run(*RUNNING, p.worker(looks_to_stop=4), [closed(Outcome.FAILED)], p.signal(signal.SIGTERM))
+    assert p.workers[0].graces == [30.0, 8.0]
 
 
 @pytest.mark.parametrize(
@@ -632,7 +602,7 @@ def test_the_grace_is_never_more_than_slurm_leaves(
     play: Callable[..., Play], kill_wait: float | None, by_slurm: bool, grace: float
 ) -> None:
     p = play(kill_wait=kill_wait, shutdown_timeout=30.0)
-    how: Step = (lambda: p.signals.append(signal.SIGTERM)) if by_slurm else [closed(Outcome.CANCELLED)]
+    how: Step = (p.signal(signal.SIGTERM)) if by_slurm else [closed(Outcome.CANCELLED)]
     answer = [closed(Outcome.CANCELLED)]
     p.run(*RUNNING, how, answer)
     assert p.workers[0].graces[0] == grace
@@ -644,7 +614,7 @@ def test_the_grace_is_never_more_than_a_notice_leaves(play: Callable[..., Play])
     p.run(
         [frozen()],
         [final(notice=RunNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0))],
-        lambda: p.pass_seconds(6.0),
+        p.wait(6.0),
         [closed(Outcome.PREEMPTED)],
     )
     assert p.workers[0].graces == [2.0]
@@ -675,16 +645,10 @@ def test_a_newer_agent_on_this_node_is_left_to_it(play: Callable[..., Play]) -> 
     assert "close" not in p.said.all()
 
 
-def test_an_older_agent_of_this_node_in_the_record_is_none_of_its_business(play: Callable[..., Play]) -> None:
-    p = play()
-    older = Member("00000-n0-0000000000000004-cccc", 0, 2)
-    p.run([final(members=(older, BOTH[1]))], p.phase_is(Phase.JOINING), [closed()])
-
-
 def test_a_master_port_that_is_taken_ends_the_run_with_its_reason(play: Callable[..., Play]) -> None:
     p = play(master_port=29500)
     p.server.refusal = MasterPortTakenError(address="n0", port=29500, reason="in use")
-    p.run([frozen()], p.phase_is(Phase.READY), [closed(Outcome.FAILED)])
+    p.run([frozen()], Phase.READY, [closed(Outcome.FAILED)])
     outcome, reason = p.said.last("close")
     assert outcome is Outcome.FAILED
     assert "29500" in reason
@@ -702,7 +666,7 @@ def test_workers_that_can_not_be_started_are_a_failure_with_evidence(
     play: Callable[..., Play], error: Exception
 ) -> None:
     p = play(start_error=error)
-    p.run(*RUNNING, [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
+    p.run(*RUNNING, [], [], Phase.JOINING, [closed(Outcome.FAILED)])
     assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "deregister"]
     assert p.said.last("sum_up_failures")[1].retryable
     assert "serve" not in p.server.calls
@@ -720,11 +684,8 @@ def test_a_node_that_lacks_what_workers_run_leaves_and_the_supervisor_judges_by_
 
 def test_a_lost_store_of_the_workers_is_told_as_the_machines_failure(play: Callable[..., Play]) -> None:
     p = play()
-
-    def lose() -> None:
-        p.server.state, p.server.failure = StoreState.FAILED, "the process ended"
-
-    p.run(*RUNNING, lose, [], [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
+    p.server.failure = "the process ended"
+    p.run(*RUNNING, p.lose_store, [], [], [], Phase.JOINING, [closed(Outcome.FAILED)])
     _, summed = p.said.last("sum_up_failures")
     assert (summed.failure_class, summed.fingerprint) == ("infrastructure", "")
     assert "the workers' TCPStore is gone: the process ended" in summed.message
@@ -732,27 +693,16 @@ def test_a_lost_store_of_the_workers_is_told_as_the_machines_failure(play: Calla
 
 def test_a_lost_store_is_told_also_where_a_worker_felt_it_first(play: Callable[..., Play]) -> None:
     p = play()
-
-    def feel() -> None:
-        p.workers[0].failed = p.workers[0].news = True
-        p.workers[0].looks_to_stop = 4
-
-    def lose() -> None:
-        assert p.agent.phase is Phase.STOPPING
-        p.server.state, p.server.failure = StoreState.FAILED, "the process ended"
-
-    p.run(*RUNNING, feel, [], lose, [], [], [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
+    p.server.failure = "the process ended"
+    felt = p.worker(failed=True, news=True, looks_to_stop=4)
+    p.run(*RUNNING, felt, [], Phase.STOPPING, p.lose_store, *[[]] * 4, Phase.JOINING, [closed(Outcome.FAILED)])
     told = [fields for event, fields in p.events if event == "platform_failure"]
     assert told == [{"round": 0, "reason": "the workers' TCPStore is gone: the process ended"}]
 
 
 def test_a_process_that_nothing_ends_is_not_waited_for_again(play: Callable[..., Play]) -> None:
     p = play()
-
-    def stuck() -> list[Any]:
-        p.workers[0].left = (Survivor(pid=99, name="python", state="D", why="in the kernel"),)
-        return [joinable(1)]
-
+    stuck = p.worker([joinable(1)], left=(Survivor(pid=99, name="python", state="D", why="in the kernel"),))
     p.run(*RUNNING, stuck, [], [], [frozen(1)], [final(1)], [closed()])
     assert p.workers[0].excluded[0] == {77}
     assert p.workers[1].excluded[0] == {77, 99}
@@ -761,40 +711,24 @@ def test_a_process_that_nothing_ends_is_not_waited_for_again(play: Callable[...,
 def test_the_loop_never_meets_an_illegal_event(play: Callable[..., Play]) -> None:
     """Every record in every phase: what must be ignored is ignored."""
     records = [
-        joinable(0),
-        joinable(1),
-        joinable(5),
-        frozen(0),
-        frozen(1),
-        frozen(5),
-        final(0),
-        final(1),
-        final(5),
+        *(kind(round_index) for kind in (joinable, frozen, final) for round_index in (0, 1, 5)),
         final(1, BOTH[1:]),
         frozen(1, BOTH[1:]),
         closed(),
     ]
-    for phase in Phase:
+    runs = [[frozen(1)], [final(1)]]
+    for phase in set(Phase) - {Phase.ENDED}:
         for record in records:
             p = play()
             prefixes: dict[Phase, list[Step]] = {
                 Phase.JOINING: [[START]],
-                Phase.READY: [[frozen(1)]],
-                Phase.RUNNING: [[frozen(1)], [final(1)]],
-                Phase.DONE: [[frozen(1)], [final(1)], lambda p=p: p.workers[0].finish(), []],  # type: ignore[misc]
-                Phase.STOPPING: [[frozen(1)], [final(1)], lambda p=p: _hold(p, joinable(2))],  # type: ignore[misc]
-                Phase.LEAVING: [[frozen(1)], [final(1)], lambda p=p: _hold(p, closed())],  # type: ignore[misc]
-                Phase.ENDED: [],
+                Phase.READY: runs[:1],
+                Phase.RUNNING: runs,
+                Phase.DONE: [*runs, p.finish, []],
+                Phase.STOPPING: [*runs, p.worker([joinable(2)], looks_to_stop=3)],
+                Phase.LEAVING: [*runs, p.worker([closed()], looks_to_stop=3)],
             }
-            if phase is Phase.ENDED:
-                continue
-            p.run(*prefixes[phase], p.phase_is(phase), [record], [closed()], *([[]] * 30))
-
-
-def _hold(p: Play, record: RoundRecord) -> list[RoundRecord]:
-    """Let the workers take a while to end, so that the phase lasts."""
-    p.workers[0].looks_to_stop = 3
-    return [record]
+            p.run(*prefixes[phase], phase, [record], [closed()], *([[]] * 30))
 
 
 @pytest.mark.parametrize(
@@ -946,15 +880,8 @@ def of_kernel(**changes: Any) -> Hang:
 
 def test_a_hang_that_is_observed_ends_nothing(play: Callable[..., Play]) -> None:
     p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
-
-    def hang() -> None:
-        watch.verdict = of_kernel()
-
-    def going_on() -> list[Any]:
-        assert not p.workers[0].stopping
-        return []
-
-    p.run(*RUNNING, hang, going_on, [closed(Outcome.FAILED)])
+    hang = partial(setattr, watch, "verdict", of_kernel())
+    p.run(*RUNNING, hang, p.shows(stopping=False), [closed(Outcome.FAILED)])
     assert p.event("hang_suspected")["ranks"] == [3]
 
 
@@ -984,53 +911,54 @@ def test_a_hang_of_another_nodes_rank_is_declared_and_charged_to_none_here(
     assert (summed.failure_class, summed.hang) == ("symptom", None)
 
 
-@pytest.mark.parametrize("hang", [None, HangMark(7, 60.0)])
-def test_a_hang_elsewhere_has_the_stacks_taken_here(play: Callable[..., Play], hang: HangMark | None) -> None:
+@pytest.mark.parametrize(
+    ("round_index", "hang", "is_taken"),
+    [
+        (1, None, False),
+        (1, HangMark(7, 60.0), True),
+        (2, HangMark(7, 60.0), False),  # what was between was not seen: these workers are ended for another reason
+    ],
+)
+def test_a_hang_elsewhere_has_the_stacks_taken_here(
+    play: Callable[..., Play], round_index: int, hang: HangMark | None, is_taken: bool
+) -> None:
     p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
-
-    def stopping() -> list[Any]:
-        assert p.workers[0].stopping
-        assert p.workers[0].took_stacks == (hang is not None)
-        return []
-
-    p.run(*RUNNING, [joinable(1, hang=hang)], stopping, [], [], [closed(Outcome.FAILED)])
+    stopping = p.shows(stopping=True, took_stacks=is_taken)
+    p.run(*RUNNING, [joinable(round_index, hang=hang)], stopping, [], [], [closed(Outcome.FAILED)])
     marked = [call for call in watch.calls if isinstance(call, tuple)]
-    assert marked == ([("on_hang", hang, [0, 1])] if hang else [])
-    assert [name for name, _ in p.events if name == "stacks_taken"] == (["stacks_taken"] if hang else [])
+    assert marked == ([("on_hang", hang, [0, 1])] if is_taken else [])
+    assert [name for name, _ in p.events if name == "stacks_taken"] == (["stacks_taken"] if is_taken else [])
+
+
+SYMPTOM = failure(failure_class=FailureClass.SYMPTOM)
 
 
 def test_where_only_a_symptom_is_known_the_workers_get_a_moment_on_all_nodes(play: Callable[..., Play]) -> None:
     p = play()
 
-    def fails() -> None:
-        p.workers[0].has_symptoms_only = True
-        p.workers[0].fall(failure(failure_class=FailureClass.SYMPTOM))
-
     def reported() -> list[Any]:
-        assert p.workers[0].stopping
-        assert p.workers[0].wants_look
-        assert not p.workers[0].moment_ended
+        p.shows(stopping=True, wants_look=True, moment_ended=False)()
         _, first = p.said.last("report_failure")
         assert first.failure_class == "symptom"
         p.workers[0].activities = [Activity(rank=0, doing=Doing.COLLECTIVE, call="all_reduce", failed=True)]
         p.workers[0].looks_to_stop = 3
         return [joinable(1, symptoms=True)]
 
-    def goes_on() -> None:
-        assert not p.workers[0].moment_ended
-
-    p.run(*RUNNING, fails, reported, goes_on, [], [], [], [closed(Outcome.FAILED)])
+    goes_on = p.shows(moment_ended=False)
+    p.run(*RUNNING, p.fall(SYMPTOM, has_symptoms_only=True), reported, goes_on, *[[]] * 3, [closed(Outcome.FAILED)])
     (rank,) = p.event("ranks_observed")["ranks"]
     assert (rank["doing"], rank["call"], rank["failed"]) == ("collective", "all_reduce", True)
 
 
+def test_a_cause_that_is_known_elsewhere_ends_the_moment(play: Callable[..., Play]) -> None:
+    p = play()
+    fails = p.fall(SYMPTOM, has_symptoms_only=True, looks_to_stop=5)
+    p.run(*RUNNING, fails, [joinable(1)], p.shows(moment_ended=True), *[[]] * 5, [closed(Outcome.FAILED)])
+
+
 def test_the_sockets_of_the_workers_are_looked_at_when_that_is_due(play: Callable[..., Play]) -> None:
     p = play()
-
-    def due() -> None:
-        p.workers[0].sockets.due = 0.0
-
-    p.run(*RUNNING, due, [], [closed(Outcome.FAILED)], [], [])
+    p.run(*RUNNING, p.worker(sockets=SimpleNamespace(due=0.0)), [], [closed(Outcome.FAILED)], [], [])
     assert p.workers[0].socket_looks == 1
 
 
@@ -1055,28 +983,8 @@ def test_a_node_whose_workers_have_ended_gives_their_sockets_where_others_have_s
 @pytest.mark.parametrize("symptoms", [False, True])
 def test_a_symptom_elsewhere_gives_the_workers_here_a_moment(play: Callable[..., Play], symptoms: bool) -> None:
     p = play()
-
-    def stopping() -> list[Any]:
-        assert p.workers[0].stopping
-        assert p.workers[0].wants_look == symptoms
-        return []
-
+    stopping = p.shows(stopping=True, wants_look=symptoms)
     p.run(*RUNNING, [joinable(1, symptoms=symptoms)], stopping, [], [], [closed(Outcome.FAILED)])
-
-
-def test_a_cause_that_is_known_elsewhere_ends_the_moment(play: Callable[..., Play]) -> None:
-    p = play()
-
-    def fails() -> None:
-        p.workers[0].has_symptoms_only = True
-        p.workers[0].looks_to_stop = 5
-        p.workers[0].fall(failure(failure_class=FailureClass.SYMPTOM))
-
-    def ended() -> list[Any]:
-        assert p.workers[0].moment_ended
-        return []
-
-    p.run(*RUNNING, fails, [joinable(1)], ended, [], [], [], [], [], [closed(Outcome.FAILED)])
 
 
 LACKS = failure(
@@ -1089,35 +997,22 @@ def test_what_may_be_missing_on_this_node_alone_is_reported_after_a_moment_for_t
 ) -> None:
     p = play()
 
-    def fails() -> None:
-        p.workers[0].early = LACKS
-        p.workers[0].fall(LACKS)
-
     def waits() -> None:
-        assert p.workers[0].waits
-        assert not p.workers[0].stopping
+        p.shows(waits=True, stopping=False)()
         assert not p.said.all("report_failure")
-        p.pass_seconds(moment_after(p.workers[0].seconds))
+        p.wait(moment_after(p.workers[0].seconds))()
 
     def reported() -> None:
-        assert p.workers[0].stopping
+        p.shows(stopping=True)()
         assert p.said.all("report_failure")
 
-    p.run(*RUNNING, fails, waits, reported, [], [], [closed(Outcome.FAILED)])
+    p.run(*RUNNING, p.fall(LACKS, early=LACKS), waits, reported, [], [], [closed(Outcome.FAILED)])
 
 
 def test_a_round_that_breaks_elsewhere_ends_the_moment(play: Callable[..., Play]) -> None:
     p = play()
-
-    def fails() -> None:
-        p.workers[0].early = LACKS
-        p.workers[0].fall(LACKS)
-
-    def stopping() -> list[Any]:
-        assert p.workers[0].stopping
-        return []
-
-    p.run(*RUNNING, fails, [joinable(1)], stopping, [], [], [closed(Outcome.FAILED)])
+    fails = p.fall(LACKS, early=LACKS)
+    p.run(*RUNNING, fails, [joinable(1)], p.shows(stopping=True), [], [], [closed(Outcome.FAILED)])
 
 
 def test_an_agent_leaves_whose_node_is_in_no_further_round(play: Callable[..., Play]) -> None:
@@ -1129,31 +1024,14 @@ def test_an_agent_leaves_whose_node_is_in_no_further_round(play: Callable[..., P
     assert p.event("agent_ended")["reason"] == ALL_ALIKE
 
 
-def test_an_older_rounds_hang_takes_nobodys_stacks(play: Callable[..., Play]) -> None:
-    """The records in between were not seen: this round's workers are ended for another reason."""
-    p = play(watch=Watch(FakeClock()))
-    p.run(*RUNNING, [joinable(2, hang=HangMark(7, 60.0))], [], [], [closed(Outcome.FAILED)])
-    assert not p.workers[0].took_stacks
-
-
-class Admitted:
-    """Stands for the guard of the store's port."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def admit(self, addresses: Any) -> None:
-        self.calls.append(addresses)
-
-
 def test_the_port_is_opened_to_the_members_before_it_is_told(play: Callable[..., Play]) -> None:
     p = play()
-    admitted = Admitted()
-    p.server.guard = admitted  # type: ignore[assignment]
+    admitted: list[Any] = []
+    p.server.guard = SimpleNamespace(admit=admitted.append)  # type: ignore[assignment]
     addresses = frozenset({"10.0.0.1", "10.0.0.2"})
     p.said.peers = SimpleNamespace(all_addresses=lambda uids: addresses if list(uids) == [ME, OTHER] else None)  # type: ignore[attr-defined]
-    p.run([frozen()], lambda: admitted.calls or [], [final()], [closed()])
-    assert admitted.calls == [addresses]
+    p.run([frozen()], lambda: admitted or [], [final()], [closed()])
+    assert admitted == [addresses]
     assert p.said.last("confirm") == (0, "10.0.0.1 29501 1")
 
 
