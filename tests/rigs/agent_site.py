@@ -14,7 +14,7 @@ from hpc_elastic.agent.part import AgentSite, Part
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.run.suspicions import HangSettings
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.tree import Tag
@@ -44,18 +44,6 @@ def hang_site(folder: Path, names: Sequence[str], *, clock: Any, files: Any) -> 
         watch=silent_watch(clock),
         events=SimpleNamespace(write=lambda event: None),
     )
-
-
-def make_spec(**changes: Any) -> RunSpec:
-    plain: dict[str, Any] = {
-        "run_id": "run",
-        "uid": "0" * 32,
-        "name": "x",
-        "created_ns": 0,
-        "entrypoint": Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-        "cwd": "/",
-    }
-    return RunSpec(**{**plain, **changes})
 
 
 def make_site(

@@ -36,10 +36,11 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.workers.stop import Stopped
-from tests.rigs.agent_site import make_site, make_spec
+from tests.rigs.agent_site import make_site
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_workers import FakeWorkers, failure
 from tests.rigs.rendezvous_world import Crash, Node, World
+from tests.rigs.specs import make_spec
 
 LOOKS_TO_STOP = 2
 

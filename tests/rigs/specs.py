@@ -1,9 +1,10 @@
-"""A run's spec and an attempt's facts, as tests need them: each names only what its case is about."""
+"""A run's spec, an attempt's facts and a round's record, as tests need them: each names only what its case is about."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
@@ -25,3 +26,9 @@ def make_attempt(**changes: Any) -> AttemptInfo:
     """The first attempt of a Slurm job on one node."""
     facts: dict[str, Any] = {"number": 0, "cluster": "slurm", "nodes": ("n1",), "batch_host": "n1", "started_ns": 0}
     return AttemptInfo(**{**facts, **changes})
+
+
+def make_record(**changes: Any) -> RoundRecord:
+    """A round of two nodes with two workers each, which has begun."""
+    facts: dict[str, Any] = {"number": 5, "epoch": "e", "term": 1, "leader": "a", "round": 2, "status": Status.FINAL}
+    return RoundRecord(**{**facts, "members": (Member("a", 0, 2), Member("b", 1, 2)), **changes})

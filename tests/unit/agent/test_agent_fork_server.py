@@ -13,11 +13,9 @@ from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.option_values import StartMethod, parse_modules, parse_start_method
 from hpc_elastic.run.preload import Preload, preload_for
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from tests.rigs.specs import make_spec
 
-SPEC = RunSpec(
-    run_id="r", uid="u", name="n", created_ns=0, entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="t.py"), cwd="/"
-)
+SPEC = make_spec()
 
 
 @pytest.mark.parametrize(

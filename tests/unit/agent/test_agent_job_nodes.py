@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.ending import GIVEN_UP, JobNodes
-from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.succession import NodesCutOff
+from tests.rigs.specs import make_record
 
-RECORD = RoundRecord(number=5, epoch="e", term=1, leader="l", round=1, status=Status.FINAL)
+RECORD = make_record(leader="l", round=1, members=())
 
 
 class Asked:

@@ -13,19 +13,14 @@ from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.save_reports import PreemptionWatch, ended_by_notice
 from hpc_elastic.rendezvous.preemption import PreemptionStatus, RunNotice
-from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_record
 
-FINAL = RoundRecord(
-    number=5,
-    epoch="e",
-    term=1,
-    leader="a",
-    round=2,
-    status=Status.FINAL,
-    members=(Member("a", 0, 2), Member("b", 1, 2)),
-)
+FINAL = make_record()
+
+
 NOTICE = RunNotice("SIGUSR2 on n0", 60.0)
 NOTICED = replace(FINAL, number=6, notice=NOTICE)
 AGREED = replace(FINAL, number=7, notice=replace(NOTICE, step=30))

@@ -11,21 +11,14 @@ from hpc_elastic.agent import identity
 from hpc_elastic.base import files
 from hpc_elastic.base.files import make_private_dir, read_bytes
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_attempt, make_spec
 
-SPEC = RunSpec(
-    run_id="r",
-    uid="0" * 32,
-    name="n",
-    created_ns=1,
-    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/",
-    cluster="local",
-)
-ATTEMPT = AttemptInfo(number=0, cluster="local", nodes=("a",), batch_host="a", started_ns=1)
+SPEC = make_spec(created_ns=1, cluster="local")
+
+
+ATTEMPT = make_attempt(cluster="local", started_ns=1)
 
 
 @pytest.fixture

@@ -17,30 +17,17 @@ from hpc_elastic.agent.rendezvous_session import (
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.coordination import RendezvousSession
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.store.base import StoreFullError
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
+from tests.rigs.specs import make_attempt, make_spec
 
 
 def meet(tmp_path: Path, node: int, **conf: str) -> RendezvousSession:
-    entrypoint = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
-    spec = RunSpec(
-        run_id="r",
-        uid="ab" * 16,
-        name="n",
-        created_ns=0,
-        entrypoint=entrypoint,
-        cwd="/",
-        cluster="local",
-        rdzv_conf=conf,
-    )
-    attempt = AttemptInfo(number=0, cluster="local", nodes=("n1", "n2"), batch_host="n1", started_ns=0)
     return prepare_session(
-        spec=spec,
-        attempt=attempt,
+        spec=make_spec(cluster="local", rdzv_conf=conf),
+        attempt=make_attempt(cluster="local", nodes=("n1", "n2")),
         store=tmp_path / "store",
         secret=b"s" * 32,
         uid="00000-n1-0000000000000001-abcd",
@@ -78,11 +65,11 @@ def test_no_file_is_touched_before_the_thread_runs(tmp_path: Path) -> None:
 class Refusing(MemoryStore):
     """Its listings fail so many times, or show nothing; or it is full."""
 
-    def __init__(self, *, fails: int = 0, hides: int = 0, full: bool = False) -> None:
+    hides, full = 0, False
+
+    def __init__(self, *, fails: int = 0) -> None:
         super().__init__()
         self.fails = fails
-        self.hides = hides
-        self.full = full
 
     def list(self, folder: str) -> list[str]:
         if self.fails:
@@ -108,23 +95,14 @@ def test_each_start_of_a_node_has_the_next_number() -> None:
     assert [start(store), start(store), start(store, node=4), start(store)] == [1, 2, 1, 3]
 
 
-def test_what_a_cache_hides_is_found_out_by_the_refusal() -> None:
+@pytest.mark.parametrize("trouble", [{"hides": 2}, {"fails": 7}, {"full": True}])
+def test_no_passing_trouble_of_the_store_holds_up_a_start(trouble: dict[str, int]) -> None:
+    """What a cache hides is found out by the refusal."""
     store = Refusing()
     for _ in range(3):
         start(store)
-    store.hides = 2
+    vars(store).update(trouble)
     assert start(store) == 4
-
-
-def test_passing_faults_are_waited_out() -> None:
-    assert start(Refusing(fails=7)) == 1
-
-
-def test_a_full_disk_holds_up_no_start() -> None:
-    store = Refusing()
-    start(store)
-    store.full = True
-    assert start(store) == 2
 
 
 def test_a_filesystem_that_goes_on_refusing_is_told_of() -> None:
@@ -139,18 +117,18 @@ def captured_environment(version: str, name: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("1", 1), ("4", 4), ("128", 128)])
-def test_a_number_is_that_number(asked: str, expected: int) -> None:
-    assert local_world_size(asked, {"CUDA_VISIBLE_DEVICES": "0,1"}) == expected
-
-
 @pytest.mark.parametrize(
-    ("visible", "expected"),
-    [("0", 1), ("0,1,2,3", 4), ("GPU-8932f937,GPU-46a3", 2), ("", 1), (None, 1), ("NoDevFiles", 1)],
+    ("asked", "visible", "expected"),
+    [
+        *((str(number), "0,1", number) for number in (1, 4, 128)),
+        # Outside of Slurm auto counts the visible GPUs.
+        *(("auto", "0", 1), ("auto", "0,1,2,3", 4), ("auto", "GPU-8932f937,GPU-46a3", 2)),
+        *(("auto", "", 1), ("auto", None, 1), ("auto", "NoDevFiles", 1)),
+    ],
 )
-def test_auto_outside_of_slurm_counts_the_visible_gpus(visible: str | None, expected: int) -> None:
+def test_a_number_is_that_number_and_auto_the_visible_gpus(asked: str, visible: str | None, expected: int) -> None:
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert local_world_size("auto", env) == expected
+    assert local_world_size(asked, env) == expected
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -18,26 +18,18 @@ from hpc_elastic.failures.contrast import may_be_of_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.restart import RestartDecision
-from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, NodeFailure, RoundRecord, Status
+from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, NodeFailure, RoundRecord
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.workers.spawn import ExitStatus
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import make_failure
+from tests.rigs.specs import make_record
 
 POLICY = RestartPolicy(max_restarts=3, max_same_failures=2, restart_window=600.0)
 
 
 def record(used: int = 0, memory: FailureMemory | None = None) -> RoundRecord:
-    return RoundRecord(
-        number=5,
-        epoch="e",
-        term=1,
-        leader="a",
-        round=1,
-        status=Status.JOINABLE,
-        restarts_used=used,
-        memory=memory or FailureMemory(),
-    )
+    return make_record(members=(), restarts_used=used, memory=memory or FailureMemory())
 
 
 def failure(failure_class: str = "root", **changes: Any) -> NodeFailure:
@@ -226,18 +218,18 @@ def test_the_reason_to_give_up_names_the_rule(changes: dict[str, Any], rule: str
     assert rule in decide_restart(failure(**changes), memory=before).reason
 
 
+AT_10 = FailureMemory(fingerprint="F", times=1, step=10)
+
+
 def test_the_longest_round_and_the_furthest_step_of_any_node_count() -> None:
-    before = FailureMemory(fingerprint="F", times=1, step=10)
-    assert decide_restart(failure(step=3), failure("symptom", step=12), memory=before).memory.times == 1
+    assert decide_restart(failure(step=3), failure("symptom", step=12), memory=AT_10).memory.times == 1
     no_step = FailureMemory(fingerprint="F", times=1)
     assert decide_restart(failure(seconds=1.0), failure("symptom", seconds=700.0), memory=no_step).memory.times == 1
 
 
-def test_the_furthest_step_is_never_forgotten() -> None:
-    memory = FailureMemory(fingerprint="F", times=1, step=10)
-    assert decide_restart(failure(step=4), memory=memory).memory.step == 10
-    assert decide_restart(failure(), memory=memory).memory.step == 10
-    assert decide_restart(failure(step=14), memory=memory).memory.step == 14
+@pytest.mark.parametrize(("changes", "step"), [({"step": 4}, 10), ({}, 10), ({"step": 14}, 14)])
+def test_the_furthest_step_is_never_forgotten(changes: dict[str, int], step: int) -> None:
+    assert decide_restart(failure(**changes), memory=AT_10).memory.step == step
 
 
 def test_a_kill_from_outside_is_never_the_same_failure_again() -> None:
@@ -273,13 +265,10 @@ def test_a_read_only_filesystem_has_a_fingerprint() -> None:
     assert sum_up([replace(one, fingerprint="F")], node=0, seconds=1.0, workers=2).fingerprint == "F"
 
 
-def test_the_limit_on_equal_failures_can_be_another_one_or_none() -> None:
-    memory = FailureMemory(fingerprint="F", times=3, step=1)
-    assert decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=5)).go_on
-    assert not decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=4)).go_on
-    assert decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=0)).go_on
-    once = replace(POLICY, max_same_failures=1)
-    assert not decide_restart(failure(), policy=once).go_on
+@pytest.mark.parametrize(("times", "most", "go_on"), [(3, 5, True), (3, 4, False), (3, 0, True), (0, 1, False)])
+def test_the_limit_on_equal_failures_can_be_another_one_or_none(times: int, most: int, go_on: bool) -> None:
+    memory = FailureMemory(fingerprint="F", times=times, step=1)
+    assert decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=most)).go_on is go_on
 
 
 def test_a_bug_is_told_rather_than_a_spent_budget() -> None:
@@ -390,15 +379,17 @@ def test_an_image_that_no_node_has_is_a_wrong_one_and_of_one_node_its_own() -> N
     assert POLICY.decide_restart(second, [here]).go_on
 
 
-@pytest.mark.parametrize("signal", ["SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", ""])
-def test_a_crash_is_the_scripts_own(signal: str) -> None:
-    assert sum_up([failed(0, 1, signal=signal)], node=0, seconds=1.0).fingerprint == "F0"
-
-
-@pytest.mark.parametrize("failure_class", [SYMPTOM, MACHINE])
-def test_what_is_not_the_scripts_own_has_no_fingerprint(failure_class: FailureClass) -> None:
-    summary = sum_up([failed(0, 1, failure_class)], node=0, seconds=1.0)
-    assert (summary.fingerprint, summary.failure_class) == ("", failure_class.value)
+@pytest.mark.parametrize(
+    ("failure_class", "signal", "fingerprint"),
+    [
+        *((ROOT, signal, "F0") for signal in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "")),
+        (SYMPTOM, "", ""),
+        (MACHINE, "", ""),
+    ],
+)
+def test_what_is_the_scripts_own_has_a_fingerprint(failure_class: FailureClass, signal: str, fingerprint: str) -> None:
+    summary = sum_up([failed(0, 1, failure_class, signal=signal)], node=0, seconds=1.0)
+    assert (summary.fingerprint, summary.failure_class) == (fingerprint, failure_class.value)
 
 
 def test_one_that_must_not_be_tried_again_decides_for_all() -> None:
@@ -513,27 +504,25 @@ def test_a_node_sums_up_how_many_of_its_workers_failed_alike() -> None:
     assert sum_up([make_failure(2, at=1, exitcode=-9)], node=1, seconds=1.0, workers=2).alike == 0
 
 
+MISSING = make_failure(2, at=1, exception="FileNotFoundError: x").fingerprint
+
+
 @pytest.mark.parametrize(
-    ("what", "exception", "changes", "max_restarts", "waits"),
+    ("what", "exception", "changes", "waits"),
     [
-        ("a package that is missing: no recovery is delayed", "ImportError: no x", {}, 3, True),
-        ("a file that is missing, the first time: a restart may help", "FileNotFoundError: x", {}, 3, False),
-        ("the same with no restart left", "FileNotFoundError: x", {"restarts_used": 3}, 3, True),
-        ("a bug", "ValueError: bad", {"restarts_used": 3}, 3, False),
-        ("a round of one node", "ImportError: no x", {"members": ()}, 3, False),
+        ("a package that is missing: no recovery is delayed", "ImportError: no x", {}, True),
+        ("a file that is missing, the first time: a restart may help", "FileNotFoundError: x", {}, False),
+        ("again", "FileNotFoundError: x", {"memory": FailureMemory(fingerprint=MISSING, times=1)}, True),
+        ("the same with no restart left", "FileNotFoundError: x", {"restarts_used": 3}, True),
+        ("a bug", "ValueError: bad", {"restarts_used": 3}, False),
+        ("a round of one node", "ImportError: no x", {"members": ()}, False),
     ],
 )
 def test_the_others_get_their_moment_where_that_delays_no_recovery(
-    what: str, exception: str, changes: dict[str, Any], max_restarts: int, waits: bool
+    what: str, exception: str, changes: dict[str, Any], waits: bool
 ) -> None:
     of = replace(_in_round(0, 1), **changes)
-    assert may_wait(make_failure(2, at=1, exception=exception), of, max_restarts=max_restarts) is waits, what
-
-
-def test_the_same_file_that_is_missing_again_gets_a_moment() -> None:
-    missing = make_failure(2, at=1, exception="FileNotFoundError: x")
-    of = replace(_in_round(0, 1), memory=FailureMemory(fingerprint=missing.fingerprint, times=1))
-    assert may_wait(missing, of, max_restarts=3)
+    assert may_wait(make_failure(2, at=1, exception=exception), of, max_restarts=3) is waits, what
 
 
 def test_the_reason_names_no_victim_as_the_cause() -> None:

@@ -9,19 +9,14 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.save_reports import CheckpointStatus, CheckpointWatch
-from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.option_values import GrowPolicy
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_record
 
-FINAL = RoundRecord(
-    number=5,
-    epoch="e",
-    term=1,
-    leader="a",
-    round=2,
-    status=Status.FINAL,
-    members=(Member("a", 0, 2), Member("b", 1, 2)),
-)
+FINAL = make_record()
+
+
 WAITING = replace(FINAL, waiting=1)
 
 
