@@ -150,16 +150,8 @@ def read_by_the_codec() -> Iterator[type]:
             if not isinstance(node, ast.Call) or name == codec.__name__:
                 continue
             function = ast.unparse(node.func).removeprefix("codec.")
-            at = {
-                "load": 1,
-                "loads": 0,
-                "from_json": 0,
-                "readable_items": 0,
-                "readable_fields": 0,
-                "readable": 0,
-                "read_claim": 0,
-                "ClaimReader": 2,
-            }.get(function)
+            first = ("loads", "from_json", "readable_items", "readable_fields", "readable", "read_claim")
+            at = {"load": 1, **dict.fromkeys(first, 0), "ClaimReader": 2}.get(function)
             if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Name | ast.Attribute):
                 cls: Any = importlib.import_module(name)
                 for part in ast.unparse(node.args[at]).split("."):
@@ -195,26 +187,12 @@ def report_there_and_back(record: RestartGroupReport, folder: Path) -> RestartGr
     return restart_group.decode(record.encode()[:-1])
 
 
-def spec_there_and_back(record: RunSpec, folder: Path) -> RunSpec:
-    record.save(folder / "file.json")
-    return load_run_spec(folder / "file.json")
+def saved_and_read_by(load: Callable[[Path], Any]) -> Callable[[Any, Path], Any]:
+    def there_and_back(record: Any, folder: Path) -> Any:
+        record.save(folder / "file.json")
+        return load(folder / "file.json")
 
-
-def preload_there_and_back(record: Preload, folder: Path) -> Preload:
-    record.save(folder / "file.json")
-    found = codec.load(folder / "file.json", Preload)
-    assert isinstance(found, Preload)
-    return found
-
-
-def attempt_there_and_back(record: AttemptInfo, folder: Path) -> AttemptInfo:
-    record.save(folder / "file.json")
-    return load_attempt(folder / "file.json")
-
-
-def result_there_and_back(record: StoredResult, folder: Path) -> StoredResult | None:
-    record.save(folder / "file.json")
-    return load_result(folder / "file.json")
+    return there_and_back
 
 
 def terms_there_and_back(record: CallTerms, folder: Path) -> CallTerms:
@@ -261,7 +239,7 @@ def notice_there_and_back(record: NoticeRecord, folder: Path) -> NoticeRecord | 
 
 
 OWN_WAYS: dict[type, Callable[[Any, Path], Any]] = {
-    AttemptInfo: attempt_there_and_back,
+    AttemptInfo: saved_and_read_by(load_attempt),
     CallTerms: terms_there_and_back,
     Evidence: evidence_there_and_back,
     GpuFacts: gpus_there_and_back,
@@ -273,9 +251,9 @@ OWN_WAYS: dict[type, Callable[[Any, Path], Any]] = {
     **dict.fromkeys((Departure, PreemptionStatus, Ready, Saved), claim_there_and_back),
     RestartGroupReport: report_there_and_back,
     RoundRecord: record_there_and_back,
-    RunSpec: spec_there_and_back,
-    Preload: preload_there_and_back,
-    StoredResult: result_there_and_back,
+    RunSpec: saved_and_read_by(load_run_spec),
+    Preload: saved_and_read_by(lambda path: codec.load(path, Preload)),
+    StoredResult: saved_and_read_by(load_result),
     WorkerFailure: failure_there_and_back,
 }
 """Records that do more on their way than their types say: each by the functions that the program calls."""

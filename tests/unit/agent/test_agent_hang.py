@@ -130,10 +130,31 @@ def test_no_hang_is_missed_between_two_looks(beats: list[RankBeat], later: float
 # -- who is behind it
 
 
-def test_who_is_behind_is_named_not_who_waits() -> None:
-    found = verdict(beat(0, age=70, step=6), beat(1, age=71, step=6), beat(2, age=72, step=5), beat(3, age=70, step=6))
-    assert found.ranks == (2,)
-    assert set(found.hung) == {2}
+WAITS, QUIET = beat(0, age=60, step=6), {"section": "evaluate"}
+
+
+@pytest.mark.parametrize(
+    ("beats", "named", "hung"),
+    [
+        # Behind, not waiting.
+        ([beat(0, age=70, step=6), beat(1, age=71, step=6), beat(2, age=72, step=5), beat(3, age=70, step=6)], 2, {2}),
+        # A section without a timeout: those that wait show it.
+        ([WAITS, beat(1, age=80.0, step=5, **QUIET)], 1, {1}),
+        # Before any step is behind every step.
+        ([beat(0, age=61, step=3), beat(1, age=1000, step=None, section="setup", count=0)], 1, {1}),
+        # At the same step the first to fall silent is named, and all are shown.
+        ([beat(0, age=61), beat(1, age=63), beat(2, age=62)], 1, {0, 1, 2}),
+        # Not waited for: it got on meanwhile, is as far, further, tells no steps, tells nothing.
+        ([WAITS, beat(1, age=40, step=5, **QUIET)], 0, {0}),
+        ([WAITS, beat(1, age=100, step=6, **QUIET)], 0, {0}),
+        ([WAITS, beat(1, age=100, step=7, **QUIET)], 0, {0}),
+        ([WAITS, beat(1, age=100, step=None, **QUIET)], 0, {0}),
+        ([WAITS, beat(1, age=100, step=None, count=0, **QUIET)], 0, {0}),
+    ],
+)
+def test_who_is_named_and_who_is_shown(beats: list[RankBeat], named: int, hung: set[int]) -> None:
+    found = verdict(*beats)
+    assert (found.ranks, set(found.hung)) == ((named,), hung)
 
 
 def test_who_waits_may_be_overdue_by_milliseconds_sooner() -> None:
@@ -142,40 +163,6 @@ def test_who_waits_may_be_overdue_by_milliseconds_sooner() -> None:
     assert found.reason == (
         "rank 1 hangs: no heartbeat for 59.9 s in section 'step' at step 5, while others are at step 6 and wait"
     )
-
-
-def test_who_hangs_in_a_section_without_a_timeout_is_found_by_those_that_wait() -> None:
-    found = verdict(beat(0, age=60.0, step=6), beat(1, age=80.0, step=5, section="evaluate"))
-    assert found.ranks == (1,)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        beat(1, age=40, step=5),
-        beat(1, age=100, step=6),
-        beat(1, age=100, step=7),
-        beat(1, age=100, step=None),
-        beat(1, age=100, step=None, count=0, section="setup"),
-    ],
-    ids=["it got on meanwhile", "as far", "further", "tells no steps", "tells nothing"],
-)
-def test_who_is_not_waited_for(other: RankBeat) -> None:
-    quiet = replace(other, section="evaluate")
-    found = verdict(beat(0, age=60, step=6), quiet)
-    assert found.ranks == (0,)
-    assert set(found.hung) == {0}
-
-
-def test_at_the_same_step_the_first_to_fall_silent_is_named_and_all_are_shown() -> None:
-    found = verdict(beat(0, age=61), beat(1, age=63), beat(2, age=62))
-    assert found.ranks == (1,)
-    assert set(found.hung) == {0, 1, 2}
-
-
-def test_before_any_step_is_behind_every_step() -> None:
-    found = verdict(beat(0, age=61, step=3), beat(1, age=1000, step=None, section="setup", count=0))
-    assert found.ranks == (1,)
 
 
 def test_what_another_nodes_worker_waits_for() -> None:

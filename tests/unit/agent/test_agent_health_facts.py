@@ -43,13 +43,48 @@ def proc_tree(top: Path, *, v2: bool) -> tuple[str, Path]:
     return str(top / "proc"), mount
 
 
-def test_without_limits_it_is_what_the_node_has(tmp_path: Path) -> None:
-    proc, mount = proc_tree(tmp_path, v2=True)
-    write(mount / "job/step/memory.max", "max\n")
-    write(mount / "job/step/memory.current", "5000\n")
-    facts = measure_memory(proc)
-    assert facts is not None
-    assert (facts.free, facts.limited_by) == (1 << 30, "")
+STAT = f"anon 1\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n"
+V1_LIMIT = {
+    "job/step/memory.limit_in_bytes": "9223372036854771712\n",  # no limit
+    "job/step/memory.usage_in_bytes": "1\n",
+    "job/memory.limit_in_bytes": f"{100 * MIB}\n",
+    "job/memory.usage_in_bytes": f"{200 * MIB}\n",
+}
+OF_512, OF_100 = "the cgroup's limit of 512.0 MiB", "the cgroup's limit of 100.0 MiB"
+
+
+@pytest.mark.parametrize(
+    ("v2", "files", "free", "limited_by"),
+    [
+        (True, {"job/step/memory.max": "max\n", "job/step/memory.current": "5000\n"}, 1 << 30, ""),
+        # The job's own limit counts; what is kept of files does not.
+        (
+            True,
+            {
+                "job/step/memory.max": "max\n",
+                "job/memory.max": f"{512 * MIB}\n",
+                "job/memory.current": f"{500 * MIB}\n",
+                "job/memory.stat": STAT,
+            },
+            412 * MIB,
+            OF_512,
+        ),
+        (
+            False,
+            {**V1_LIMIT, "job/memory.stat": f"inactive_file 7\ntotal_inactive_file {110 * MIB}\n"},
+            10 * MIB,
+            OF_100,
+        ),
+        (False, {**V1_LIMIT, "job/memory.stat": ""}, 0, OF_100),
+    ],
+)
+def test_memory_is_what_the_node_and_the_cgroups_leave(
+    tmp_path: Path, v2: bool, files: dict[str, str], free: int, limited_by: str
+) -> None:
+    proc, mount = proc_tree(tmp_path, v2=v2)
+    for name, text in files.items():
+        write(mount / name, text)
+    assert measure_memory(proc) == MemoryFacts(free=free, limited_by=limited_by)
 
 
 def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,17 +92,6 @@ def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "nothing"))
     assert measure_memory(str(tmp_path / "nothing")) is None
-
-
-def test_the_job_s_own_limit_counts_and_what_is_kept_of_files_does_not(tmp_path: Path) -> None:
-    proc, mount = proc_tree(tmp_path, v2=True)
-    write(mount / "job/step/memory.max", "max\n")
-    write(mount / "job/memory.max", f"{512 * MIB}\n")
-    write(mount / "job/memory.current", f"{500 * MIB}\n")
-    write(mount / "job/memory.stat", f"anon 1\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n")
-    facts = measure_memory(proc)
-    assert facts is not None
-    assert (facts.free, facts.limited_by) == (412 * MIB, "the cgroup's limit of 512.0 MiB")
 
 
 def test_a_limit_above_what_the_node_has_free_is_one_to_the_doctor(
@@ -82,22 +106,6 @@ def test_a_limit_above_what_the_node_has_free_is_one_to_the_doctor(
     found = probe_memory(SimpleNamespace(env={"SLURM_JOB_ID": "1"}))  # type: ignore[arg-type]
     assert found is not None
     assert found.limit == "the cgroup's limit of 4.0 GiB"
-
-
-def test_version_1_has_other_names_and_a_number_for_no_limit(tmp_path: Path) -> None:
-    proc, mount = proc_tree(tmp_path, v2=False)
-    write(mount / "job/step/memory.limit_in_bytes", "9223372036854771712\n")
-    write(mount / "job/step/memory.usage_in_bytes", "1\n")
-    write(mount / "job/memory.limit_in_bytes", f"{100 * MIB}\n")
-    write(mount / "job/memory.usage_in_bytes", f"{200 * MIB}\n")
-    write(mount / "job/memory.stat", f"inactive_file 7\ntotal_inactive_file {110 * MIB}\n")
-    facts = measure_memory(proc)
-    assert facts is not None
-    assert facts.free == 10 * MIB
-    write(mount / "job/memory.stat", "")
-    facts = measure_memory(proc)
-    assert facts is not None
-    assert facts.free == 0
 
 
 def test_room_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

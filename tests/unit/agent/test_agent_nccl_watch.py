@@ -56,7 +56,6 @@ DIFFERS = [[world(9, 9, 8, 9)]]
 
 
 def test_all_that_stand_still_for_long_may_hang_or_rest() -> None:
-    assert after(*WORKS, *STANDS * 5) is None
     assert after(*WORKS, *STANDS * 6) == StallFound(
         since=180.0,
         hang=Hang(
@@ -66,34 +65,34 @@ def test_all_that_stand_still_for_long_may_hang_or_rest() -> None:
         ),
         is_even=True,
     )
-    assert after(*STANDS * 6) is not None, "a hang in the first collective, before anything was seen"
+
+
+PAUSED = [*WORKS, *STANDS * 4, [world(10, 10, 10, 10)]]
+"""For 3 minutes."""
 
 
 @pytest.mark.parametrize(
-    "answers",
+    ("answers", "beats", "is_suspicion"),
     [
-        [[world(n, n, n, n)] for n in range(20)],
-        [*WORKS, *STANDS * 4, [world(10, 10, 10, 10)], *[[world(11, 11, 11, 11)]] * 9],  # it has paused for 3 min
-        [[world(n, n, n - 1, n)] for n in range(1, 20)],  # one is behind, and goes on
-        [[world(5, 5, 5, 5), world(n, n, name="tp")] for n in range(20)],
-        [[world(n, n, n, n), world(5, 4, name="p2p", kind="SendRecv")] for n in range(20)],
+        ([*WORKS, *STANDS * 5], None, False),
+        (STANDS * 6, None, True),  # a hang in the first collective, before anything was seen
+        ([[world(n, n, n, n)] for n in range(20)], None, False),
+        ([*PAUSED, *[[world(11, 11, 11, 11)]] * 9], None, False),
+        ([*PAUSED, *[[world(11, 11, 11, 11)]] * 12], None, True),  # a longer pause than any before
+        ([[world(n, n, n - 1, n)] for n in range(1, 20)], None, False),  # one is behind, and goes on
+        ([*WORKS, *DIFFERS * 5], None, False),
+        ([[world(5, 5, 5, 5), world(n, n, name="tp")] for n in range(20)], None, False),
+        ([[world(n, n, n, n), world(5, 4, name="p2p", kind="SendRecv")] for n in range(20)], None, False),
+        # Heartbeats say that ranks work which launch nothing.
+        ([*WORKS, *STANDS * 9], list(range(12)), False),
+        ([*WORKS, *STANDS * 9], [5] * 12, True),
     ],
 )
-def test_what_is_no_suspicion(answers: list[list[Communicator]]) -> None:
-    assert after(*answers) is None
-
-
-def test_a_longer_pause_than_any_before_is_one() -> None:
-    assert after(*WORKS, *STANDS * 4, [world(10, 10, 10, 10)], *[[world(11, 11, 11, 11)]] * 12) is not None
-
-
-def test_heartbeats_say_that_ranks_work_which_launch_nothing() -> None:
-    assert after(*WORKS, *STANDS * 9, beats=list(range(12))) is None
-    assert after(*WORKS, *STANDS * 9, beats=[5] * 12) is not None
+def test_what_is_a_suspicion(answers: list[list[Communicator]], beats: list[int] | None, is_suspicion: bool) -> None:
+    assert (after(*answers, beats=beats) is not None) is is_suspicion
 
 
 def test_ranks_that_differ_in_the_same_way_for_long() -> None:
-    assert after(*WORKS, *DIFFERS * 5) is None
     found = after(*WORKS, *DIFFERS * 6)
     assert found == StallFound(
         since=180.0,
@@ -244,16 +243,13 @@ def test_another_run_s_answer_counts_for_nothing_and_is_not_asked_for_long(tmp_p
         assert server.asked.count("VERBOSE STATUS") == 3
 
 
-def test_only_the_node_of_group_rank_0_asks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group_rank", "version"), [(1, (2, 29, 1)), (0, (2, 28, 6))])
+def test_only_the_node_of_group_rank_0_asks_and_no_older_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_rank: int, version: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(nccl_watch, "nccl_version", lambda pid: version)
     with FakeRas(lambda: as_json(1, 1, 1, 1)) as server:
-        Scene(tmp_path / "suspicions", server, group_rank=1).minutes(3)
-        assert server.asked == []
-
-
-def test_an_older_version_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_watch, "nccl_version", lambda pid: (2, 28, 6))
-    with FakeRas(lambda: as_json(1, 1, 1, 1)) as server:
-        Scene(tmp_path / "suspicions", server).minutes(3)
+        Scene(tmp_path / "suspicions", server, group_rank=group_rank).minutes(3)
         assert server.asked == []
 
 

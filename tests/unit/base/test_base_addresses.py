@@ -36,44 +36,40 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     return build
 
 
-def test_the_node_name_comes_before_the_host_name_and_these_before_interfaces(world: Any) -> None:
-    world(
-        {"nid001": ["10.0.0.1"], "n1": ["192.168.0.1", "10.0.0.1"]}, {"eth0": [Entry("172.16.0.1"), Entry("10.0.0.1")]}
-    )
-    assert candidate_addresses("nid001") == ["10.0.0.1", "192.168.0.1", "172.16.0.1"]
+ONE = {"eth0": [Entry("10.0.0.1")]}
+VIRTUAL = {
+    "docker0": [Entry("172.17.0.1")],
+    "virbr0": [Entry("192.168.122.1")],
+    "br-1a2b": [Entry("172.18.0.1")],
+    "veth7": [Entry("172.19.0.1")],
+    "ib0": [Entry("fe80::1", socket.AF_INET6), Entry("10.1.0.1")],
+    "eth0": [Entry("10.0.0.1")],
+    "lo": [Entry("10.9.9.9")],
+}
 
 
-@pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1", "127.1.2.3"])
-def test_a_name_that_means_this_very_host_is_of_no_use_to_others(world: Any, loopback: str) -> None:
-    """As Debian's installer writes it into /etc/hosts."""
-    world({"n1": [loopback]}, {"lo": [Entry("127.0.0.1")], "eth0": [Entry("10.0.0.1")]})
-    assert candidate_addresses("n1") == ["10.0.0.1"]
-
-
-def test_a_node_name_that_is_no_host_name_is_passed_over(world: Any) -> None:
-    world({}, {"eth0": [Entry("10.0.0.1")]})
-    assert candidate_addresses("no-such-name") == ["10.0.0.1"]
-
-
-def test_virtual_interfaces_and_other_families_are_left_out(world: Any) -> None:
-    world(
-        {},
-        {
-            "docker0": [Entry("172.17.0.1")],
-            "virbr0": [Entry("192.168.122.1")],
-            "br-1a2b": [Entry("172.18.0.1")],
-            "veth7": [Entry("172.19.0.1")],
-            "ib0": [Entry("fe80::1", socket.AF_INET6), Entry("10.1.0.1")],
-            "eth0": [Entry("10.0.0.1")],
-            "lo": [Entry("10.9.9.9")],
-        },
-    )
-    assert candidate_addresses("n1") == ["10.0.0.1", "10.1.0.1"]
-
-
-def test_a_host_without_a_network_has_none(world: Any) -> None:
-    world({"n1": ["127.0.1.1"]}, {"lo": [Entry("127.0.0.1")]})
-    assert candidate_addresses("n1") == []
+@pytest.mark.parametrize(
+    ("name", "names", "interfaces", "addresses"),
+    [
+        # The node name comes before the host name, and these before interfaces.
+        (
+            "nid001",
+            {"nid001": ["10.0.0.1"], "n1": ["192.168.0.1", "10.0.0.1"]},
+            {"eth0": [Entry("172.16.0.1"), Entry("10.0.0.1")]},
+            ["10.0.0.1", "192.168.0.1", "172.16.0.1"],
+        ),
+        # A name that means this very host, as Debian's installer writes it into /etc/hosts.
+        *(("n1", {"n1": [f"127.{end}"]}, ONE, ["10.0.0.1"]) for end in ("0.0.1", "0.1.1", "1.2.3")),
+        ("no-such-name", {}, ONE, ["10.0.0.1"]),
+        ("n1", {}, VIRTUAL, ["10.0.0.1", "10.1.0.1"]),
+        ("n1", {"n1": ["127.0.1.1"]}, {"lo": [Entry("127.0.0.1")]}, []),  # no network
+    ],
+)
+def test_the_addresses_that_others_may_reach(
+    world: Any, name: str, names: dict[str, list[str]], interfaces: dict[str, list[Entry]], addresses: list[str]
+) -> None:
+    world(names, interfaces)
+    assert candidate_addresses(name) == addresses
 
 
 @pytest.mark.parametrize(
@@ -93,8 +89,6 @@ def test_the_master_address(given: str | None, reached: list[str], candidates: l
 
 @pytest.mark.parametrize("name", ["a..b", "x" * 300, "n\u00fcll\ud800"])
 def test_a_name_that_no_resolver_takes_is_passed_over(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    import psutil
-
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [Entry("10.0.0.1")]})
     assert candidate_addresses(name) == ["10.0.0.1"]

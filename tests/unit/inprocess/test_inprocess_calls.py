@@ -64,13 +64,17 @@ class Script:
 
     def __init__(self, **raising: BaseException) -> None:
         self.seen: list[str] = []
-        self.raising = raising
+        self.raising = dict(raising)
 
     def note(self, name: str, detail: object = "") -> None:
         self.seen.append(f"{name} {detail}".strip())
         error = self.raising.pop(name, None)
         if error is not None:
             raise error
+
+    def function(self, call: inprocess.CallWrapper) -> int:
+        self.note("function", call.iteration)
+        return call.iteration
 
     def arguments(self) -> dict[str, Any]:
         script = self
@@ -131,40 +135,27 @@ def test_a_call_without_a_fault_returns_the_functions_value() -> None:
 def test_an_exception_restarts_in_the_contracts_order() -> None:
     error = ValueError("x")
     script = Script(function=error)
-
-    @wrapper(**script.arguments())
-    def function(call: inprocess.CallWrapper) -> int:
-        script.note("function", call.iteration)
-        return call.iteration
-
-    assert function() == 1
+    assert wrapper(**script.arguments())(script.function)() == 1
     first = [*ITERATION, "initialize 0", "check_before None", "function 0"]
     recovery = ["abort ABORTING", f"finalize {error!r}", f"check_after {error!r}"]
     assert script.seen == [*first, *recovery, *ITERATION, "initialize 1", "check_before None", "function 1"]
     assert [place.iteration for place in StandIn.places] == [0, 1]
 
 
+def iteration(call: inprocess.CallWrapper) -> int:
+    return call.iteration
+
+
 @pytest.mark.parametrize("place", ["initialize", "check_before"])
 def test_what_fails_before_the_function_restarts_too(place: str) -> None:
     script = Script(**{place: ValueError("early")})
-
-    @wrapper(**script.arguments())
-    def function(call: inprocess.CallWrapper) -> int:
-        return call.iteration
-
-    assert function() == 1
+    assert wrapper(**script.arguments())(iteration)() == 1
     assert "finalize ValueError('early')" in script.seen
 
 
 def test_a_failed_abort_does_not_end_the_restart() -> None:
     script = Script(function=ValueError(), abort=KeyError())
-
-    @wrapper(**script.arguments())
-    def function(call: inprocess.CallWrapper) -> int:
-        script.note("function")
-        return call.iteration
-
-    assert function() == 1
+    assert wrapper(**script.arguments())(script.function)() == 1
 
 
 @pytest.mark.parametrize(
@@ -180,13 +171,8 @@ def test_a_failed_abort_does_not_end_the_restart() -> None:
 def test_what_ends_a_rank_is_raised_as_it_is(raising: dict[str, BaseException], kind: type[BaseException]) -> None:
     script = Script(**raising)
     last = [*raising.values()][-1]
-
-    @wrapper(**script.arguments())
-    def function() -> None:
-        script.note("function")
-
     with pytest.raises(kind) as caught:
-        function()
+        wrapper(**script.arguments())(script.function)()
     assert last is (caught.value.__cause__ if kind is HealthCheckError else caught.value)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
@@ -13,13 +15,6 @@ from hpc_elastic.inprocess.life import (
 )
 
 pytestmark = pytest.mark.torch
-
-
-def walk(*events: CallEvent) -> CallPhase:
-    phase = CallPhase.JOINING
-    for event in events:
-        phase = next_phase(phase, event)
-    return phase
 
 
 STARTED = (CallEvent.ALL_CAME, CallEvent.ASSIGNED, CallEvent.ALL_CAME)
@@ -34,16 +29,17 @@ RECOVERED = (
 )
 
 
-def test_a_call_without_a_fault() -> None:
-    assert walk(*STARTED, CallEvent.DONE, CallEvent.ALL_COMPLETED) is CallPhase.RETURNED
-
-
-def test_a_fault_starts_the_next_iteration() -> None:
-    assert walk(*STARTED, *RECOVERED) is CallPhase.STARTING
-
-
-def test_a_rank_that_is_done_runs_again_where_another_fails_before_all_are() -> None:
-    assert walk(*STARTED, CallEvent.DONE, *RECOVERED, CallEvent.ALL_CAME) is CallPhase.RUNNING
+@pytest.mark.parametrize(
+    ("events", "phase"),
+    [
+        ((*STARTED, CallEvent.DONE, CallEvent.ALL_COMPLETED), CallPhase.RETURNED),
+        ((*STARTED, *RECOVERED), CallPhase.STARTING),
+        # It is done, and another one fails before all are.
+        ((*STARTED, CallEvent.DONE, *RECOVERED, CallEvent.ALL_CAME), CallPhase.RUNNING),
+    ],
+)
+def test_where_a_call_gets(events: tuple[CallEvent, ...], phase: CallPhase) -> None:
+    assert reduce(next_phase, events, CallPhase.JOINING) is phase
 
 
 @pytest.mark.parametrize("phase", [phase for phase in CallPhase if CallEvent.FAILED in TRANSITIONS[phase]])

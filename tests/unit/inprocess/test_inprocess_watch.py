@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -13,38 +14,34 @@ from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchd
 pytestmark = pytest.mark.torch
 
 
-def test_a_counter_that_stands_still_is_a_stall() -> None:
+PINGED = {"manual": 1, "armed": True}
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        # A counter that stands still.
+        [
+            *((now, now == 110, {"automatic": 1}) for now in (100, 109, 110)),
+            *((now, False, {"automatic": 2}) for now in (111, 120)),
+        ],
+        # Pings count from the first on.
+        [
+            *((now, False, {"automatic": now}) for now in range(0, 100, 5)),
+            *((now, now == 110, {"automatic": now, **PINGED}) for now in (100, 109, 110)),
+        ],
+        # A new iteration disarms and starts anew.
+        [(0, False, PINGED), *((now, False, {"manual": 1, "epoch": 1}) for now in (50, 59))],
+        # While it is paused nothing is a stall; then all begins anew.
+        [
+            *((0, False, PINGED), (500, False, {**PINGED, "paused": True})),
+            *((now, now == 511, PINGED) for now in (501, 510, 511)),
+        ],
+    ],
+)
+def test_when_a_rank_stalls(looks: list[tuple[float, bool, dict[str, Any]]]) -> None:
     watch = StallWatch(10)
-    assert not watch.is_stalled(Reading(automatic=1), 100)
-    assert not watch.is_stalled(Reading(automatic=1), 109)
-    assert watch.is_stalled(Reading(automatic=1), 110)
-    assert not watch.is_stalled(Reading(automatic=2), 111)
-    assert not watch.is_stalled(Reading(automatic=2), 120)
-
-
-def test_pings_count_from_the_first_on() -> None:
-    watch = StallWatch(10)
-    for now in range(0, 100, 5):
-        assert not watch.is_stalled(Reading(automatic=now), now)
-    assert not watch.is_stalled(Reading(automatic=100, manual=1, armed=True), 100)
-    assert not watch.is_stalled(Reading(automatic=109, manual=1, armed=True), 109)
-    assert watch.is_stalled(Reading(automatic=110, manual=1, armed=True), 110)
-
-
-def test_a_new_iteration_disarms_and_starts_anew() -> None:
-    watch = StallWatch(10)
-    watch.is_stalled(Reading(manual=1, armed=True), 0)
-    assert not watch.is_stalled(Reading(manual=1, epoch=1), 50)
-    assert not watch.is_stalled(Reading(manual=1, epoch=1), 59)
-
-
-def test_while_it_is_paused_nothing_is_a_stall_and_then_all_begins_anew() -> None:
-    watch = StallWatch(10)
-    watch.is_stalled(Reading(manual=1, armed=True), 0)
-    assert not watch.is_stalled(Reading(manual=1, armed=True, paused=True), 500)
-    assert not watch.is_stalled(Reading(manual=1, armed=True), 501)
-    assert not watch.is_stalled(Reading(manual=1, armed=True), 510)
-    assert watch.is_stalled(Reading(manual=1, armed=True), 511)
+    assert [watch.is_stalled(Reading(**facts), now) for now, _, facts in looks] == [stalled for _, stalled, _ in looks]
 
 
 def test_pauses_nest_and_end_for_a_main_thread_that_is_to_leave() -> None:
@@ -94,21 +91,15 @@ def test_the_watchdog_sees_bytecode_and_pings() -> None:
 def test_the_next_rank_is_watched_and_all_others_when_it_is_silent() -> None:
     watch = NeighbourWatch(rank=3, count=4, timeout=10)
     assert watch.watched == [0]
-    assert watch.look({0: 5}, 0) == []
-    assert watch.look({0: 6}, 4) == []
-    assert watch.look({0: 6}, 9) == []
+    assert [watch.look({0: beats}, now) for beats, now in ((5, 0), (6, 4), (6, 9))] == [[], [], []]
     assert watch.watched == [0, 1, 2]
     assert watch.look({0: 6, 1: 1, 2: 1}, 10) == []
     assert watch.look({0: 6, 1: 1, 2: 2}, 14) == [0]
     assert watch.look({1: 1, 2: 3}, 20) == [1]
     assert watch.look({2: 4}, 21) == []
     assert watch.watched == [2]
-
-
-def test_one_rank_alone_watches_nobody() -> None:
-    watch = NeighbourWatch(rank=0, count=1, timeout=10)
-    assert watch.watched == []
-    assert watch.look({}, 0) == []
+    alone = NeighbourWatch(rank=0, count=1, timeout=10)
+    assert (alone.watched, alone.look({}, 0)) == ([], [])
 
 
 def test_a_place_is_read_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,24 +13,8 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store import key_value
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
+from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
-
-
-class JumpingClock:
-    """A wait takes no time and moves the clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time_ns(self) -> int:
-        return 0
-
-    def wait(self, stop: threading.Event, seconds: float) -> bool:
-        self.now += seconds
-        return stop.is_set()
 
 
 class FaultyStore(MemoryStore):
@@ -62,7 +45,7 @@ class FaultyStore(MemoryStore):
 
 
 def values(store: MemoryStore | None = None) -> KeyValueStore:
-    return KeyValueStore(store or MemoryStore(), "kv", clock=JumpingClock())
+    return KeyValueStore(store or MemoryStore(), "kv", clock=FakeClock())
 
 
 @pytest.mark.parametrize("key", ["a", "a/b", "", "ü\n", "k" * 400, "\udc80"])
@@ -147,7 +130,7 @@ def test_waiting_ends_in_time_and_names_what_is_missing() -> None:
 @pytest.mark.parametrize("wait", [lambda kv: kv.get_waiting("k", 1), lambda kv: kv.wait(["k"], 1)])
 def test_a_wait_ends_in_time_where_the_filesystem_refuses(wait: Callable[[KeyValueStore], object]) -> None:
     store = FaultyStore()
-    clock = JumpingClock()
+    clock = FakeClock()
     kv = KeyValueStore(store, "kv", clock=clock)
     store.always, begun = True, clock.now
     with pytest.raises(OSError, match="a fault"):
@@ -241,8 +224,8 @@ class CachingClient:
 
 def test_what_a_cache_hides_does_not_decide_that_nothing_is_to_be_done() -> None:
     store = MemoryStore()
-    here = KeyValueStore(CachingClient(store), "kv", clock=JumpingClock())
-    there = KeyValueStore(store, "kv", clock=JumpingClock())
+    here = KeyValueStore(CachingClient(store), "kv", clock=FakeClock())
+    there = KeyValueStore(store, "kv", clock=FakeClock())
     here.set("k", b"old")
     assert here.get("k") == b"old"
     there.set("k", b"new")

@@ -7,6 +7,8 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+import pytest
+
 from hpc_elastic.workers.handlers import (
     Inside,
     SignalMasks,
@@ -25,9 +27,25 @@ def proc(pid: int, parent: int, state: str = "S") -> Proc:
     return Proc(pid=pid, starttime=1, ppid=parent, pgid=1, sid=1, state=state, name="x")
 
 
-def chosen(
-    below: dict[int, int], *, catching: dict[int, int], speaker: int = 0, ended: tuple[int, ...] = ()
-) -> list[int]:
+@pytest.mark.parametrize(
+    ("below", "catching", "speaker", "ended", "receivers"),
+    [
+        ({2: 1}, {1: 1, 2: 2}, 2, (), [1]),  # the worker itself where it catches it
+        # Behind a wrapper the script, and not what it forked.
+        ({2: 1, 3: 2, 4: 3, 5: 4}, {3: 3, 4: 4, 5: 5}, 0, (), [3]),
+        ({2: 1, 3: 1, 4: 3}, {2: 2, 4: 4}, 0, (), [2, 4]),  # two branches
+        # The process that sends the heartbeats before a launcher above it.
+        ({2: 1, 3: 2}, {2: 2, 3: 3}, 3, (), [3]),
+        ({2: 1, 3: 2}, {2: 2, 3: 7}, 7, (), [3]),  # in a pid namespace of its own
+        ({2: 1, 3: 2}, {2: 2}, 3, (), [2]),  # which has no handler
+        # None catches it.
+        ({2: 1, 3: 2}, {}, 3, (), []),
+        ({2: 1}, {2: 2}, 0, (2,), []),
+    ],
+)
+def test_who_is_sent_the_signal(
+    below: dict[int, int], catching: dict[int, int], speaker: int, ended: tuple[int, ...], receivers: list[int]
+) -> None:
     """`below`: pid → parent; `catching`: pid → the pid that it sees itself; the root is 1."""
     bit = 1 << (USR1 - 1)
     masks = {
@@ -40,27 +58,8 @@ def chosen(
         for pid in (1, *below)
     }
     found = [proc(pid, parent, "Z" if pid in ended else "S") for pid, parent in below.items()]
-    return [each.pid for each in choose_receivers(proc(1, 0), found, masks, number=USR1, speaker=speaker)]
-
-
-def test_the_worker_itself_where_it_catches_it() -> None:
-    assert chosen({2: 1}, catching={1: 1, 2: 2}, speaker=2) == [1]
-
-
-def test_behind_a_wrapper_the_script_and_not_what_it_forked() -> None:
-    assert chosen({2: 1, 3: 2, 4: 3, 5: 4}, catching={3: 3, 4: 4, 5: 5}) == [3]
-    assert chosen({2: 1, 3: 1, 4: 3}, catching={2: 2, 4: 4}) == [2, 4], "two branches"
-
-
-def test_the_process_that_sends_the_heartbeats_before_a_launcher_above_it() -> None:
-    assert chosen({2: 1, 3: 2}, catching={2: 2, 3: 3}, speaker=3) == [3]
-    assert chosen({2: 1, 3: 2}, catching={2: 2, 3: 7}, speaker=7) == [3], "in a pid namespace of its own"
-    assert chosen({2: 1, 3: 2}, catching={2: 2}, speaker=3) == [2], "which has no handler"
-
-
-def test_no_process_where_none_catches_it() -> None:
-    assert chosen({2: 1, 3: 2}, catching={}, speaker=3) == []
-    assert chosen({2: 1}, catching={2: 2}, ended=(2,)) == []
+    chosen = choose_receivers(proc(1, 0), found, masks, number=USR1, speaker=speaker)
+    assert [each.pid for each in chosen] == receivers
 
 
 def test_a_signal_that_is_blocked_is_waited_for_in_some_other_way() -> None:
@@ -68,10 +67,26 @@ def test_a_signal_that_is_blocked_is_waited_for_in_some_other_way() -> None:
     assert [each.pid for each in choose_receivers(proc(1, 0), [], masks, number=USR1, speaker=0)] == [1]
 
 
-def first_to_end(
-    below: dict[int, int], *, catching: tuple[int, ...] = (), pythons: tuple[int, ...] = (), speaker: int = 0
-) -> list[int]:
-    """Arguments as of `chosen`."""
+@pytest.mark.parametrize(
+    ("below", "catching", "pythons", "speaker", "first"),
+    [
+        ({2: 1, 3: 1}, (1, 2, 3), (1, 2, 3), 0, [1]),
+        # A data loader's workers have a handler, the script has none.
+        ({2: 1, 3: 1}, (2, 3), (1, 2, 3), 0, [1]),
+        ({2: 1, 3: 1}, (2, 3), (1, 2, 3), 1, [1]),
+        ({}, (), (1,), 0, [1]),
+        # Behind a shell or a launcher the script.
+        ({2: 1, 3: 2}, (), (2, 3), 0, [2]),
+        ({2: 1, 3: 2}, (1,), (2, 3), 0, [1, 2]),  # and the shell's own trap
+        ({2: 1, 3: 2}, (), (1, 2, 3), 2, [2]),  # below a launcher
+        ({2: 1, 3: 2}, (1,), (1, 2, 3), 2, [1]),  # which hands it on
+        ({2: 1, 3: 1}, (3,), (2,), 0, [2, 3]),
+        ({2: 1}, (), (), 0, []),  # none is known to be the script
+    ],
+)
+def test_a_rank_gets_its_end_before_what_it_has_started(
+    below: dict[int, int], catching: tuple[int, ...], pythons: tuple[int, ...], speaker: int, first: list[int]
+) -> None:
     term = 1 << (signal.SIGTERM - 1)
     masks = {
         pid: SignalMasks(caught=term if pid in catching else 0, ignored=0, blocked=0, inner_pid=pid)
@@ -79,24 +94,7 @@ def first_to_end(
     }
     found = [proc(pid, parent) for pid, parent in below.items()]
     rank = choose_rank_processes(proc(1, 0), found, masks, speaker=speaker, pythons=pythons)
-    return [each.pid for each in rank]
-
-
-def test_a_rank_gets_its_end_before_what_it_has_started() -> None:
-    assert first_to_end({2: 1, 3: 1}, catching=(1, 2, 3), pythons=(1, 2, 3)) == [1]
-    loaders = {2: 1, 3: 1}  # a data loader's workers have a handler, the script has none
-    assert first_to_end(loaders, catching=(2, 3), pythons=(1, 2, 3)) == [1]
-    assert first_to_end(loaders, catching=(2, 3), pythons=(1, 2, 3), speaker=1) == [1]
-    assert first_to_end({}, pythons=(1,)) == [1]
-
-
-def test_behind_a_shell_or_a_launcher_the_script_gets_it_first() -> None:
-    assert first_to_end({2: 1, 3: 2}, pythons=(2, 3)) == [2]
-    assert first_to_end({2: 1, 3: 2}, catching=(1,), pythons=(2, 3)) == [1, 2], "and the shell's own trap"
-    assert first_to_end({2: 1, 3: 2}, pythons=(1, 2, 3), speaker=2) == [2], "below a launcher"
-    assert first_to_end({2: 1, 3: 2}, catching=(1,), pythons=(1, 2, 3), speaker=2) == [1], "which hands it on"
-    assert first_to_end({2: 1, 3: 1}, catching=(3,), pythons=(2,)) == [2, 3]
-    assert first_to_end({2: 1}) == [], "none is known to be the script"
+    assert [each.pid for each in rank] == first
 
 
 def test_a_process_that_has_ended_did_not_get_the_signal() -> None:

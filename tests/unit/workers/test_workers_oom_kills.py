@@ -35,57 +35,51 @@ def test_of_the_whole_node(tmp_path: Path) -> None:
     assert node_oom_kill_count(proc=str(tmp_path)) == 83
 
 
-def test_v2(tmp_path: Path) -> None:
-    files = {"cg/system.slice/job_1/step_0/task_0/memory.events": EVENTS}
-    proc = tree(tmp_path, cgroup="0::/system.slice/job_1/step_0/task_0\n", mounts=V2, files=files)
-    assert oom_kill_count(proc=proc) == 2
-    assert oom_kill_count(77, proc=proc) == 2
-
-
-def test_v1_beside_a_unified_tree(tmp_path: Path) -> None:
-    cgroup = "9:name=systemd:/x\n4:memory:/slurm/uid_0/job_1/step_0/task_0\n1:cpu:/\n0::/\n"
-    files = {"cg/memory/slurm/uid_0/job_1/step_0/task_0/memory.oom_control": CONTROL}
-    assert oom_kill_count(proc=tree(tmp_path, cgroup=cgroup, mounts=V1, files=files)) == 5
-
-
-def test_in_a_container_that_sees_a_part_of_the_tree(tmp_path: Path) -> None:
-    mounts = "30 23 0:26 /docker/abc @/c\\040g rw - cgroup2 cgroup2 rw\n"
-    proc = tree(tmp_path, cgroup="0::/docker/abc/sub\n", mounts=mounts, files={"c g/sub/memory.events": EVENTS})
-    assert oom_kill_count(proc=proc) == 2
-
-
-def test_in_a_namespace_of_its_own_whose_tree_lies_over_the_machines(tmp_path: Path) -> None:
-    """As seen on a node of the Slurm rig: the machine's mounts are still listed, from above the namespace's top."""
-    hidden = V1.replace(" / @/cg/memory", " /.. @/cg/memory")
-    mounts = hidden + "80 31 0:96 / @/cg rw - tmpfs cgroup rw\n82 80 0:32 / @/cg/memory rw - cgroup memory rw,memory\n"
-    files = {"cg/memory/slurm/job_1/memory.oom_control": CONTROL, "cg/memory/memory.oom_control": "oom_kill 0\n"}
-    assert oom_kill_count(proc=tree(tmp_path, cgroup="4:memory:/slurm/job_1\n", mounts=mounts, files=files)) == 5
-
-
-def test_of_several_mounts_the_one_that_has_the_cgroup_counts(tmp_path: Path) -> None:
-    """A container's own part of the tree is mounted beside another one's."""
-    mounts = "29 23 0:26 /other @/old rw - cgroup2 cgroup2 rw\n30 23 0:26 /docker @/cg rw - cgroup2 cgroup2 rw\n"
-    files = {"cg/abc/memory.events": EVENTS, "old/memory.events": "oom_kill 7\n"}
-    proc = tree(tmp_path, cgroup="0::/docker/abc\n", mounts=mounts, files=files)
-    assert oom_kill_count(proc=proc) == 2
+TASK = "job_1/step_0/task_0"
+PART = "30 23 0:26 /docker/abc @/c\\040g rw - cgroup2 cgroup2 rw\n"
+OVER = (
+    V1.replace(" / @/cg/memory", " /.. @/cg/memory")
+    + "80 31 0:96 / @/cg rw - tmpfs cgroup rw\n82 80 0:32 / @/cg/memory rw - cgroup memory rw,memory\n"
+)
+TWO = "29 23 0:26 /other @/old rw - cgroup2 cgroup2 rw\n30 23 0:26 /docker @/cg rw - cgroup2 cgroup2 rw\n"
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "mounts", "files"),
+    ("cgroup", "mounts", "files", "count"),
     [
-        ("0::/\n", V2, {}),
-        ("0::/a\n", "", {"cg/a/memory.events": EVENTS}),
-        ("", V2, {"cg/memory.events": EVENTS}),
-        ("nonsense\n\n", "nonsense - \n", {}),
-        ("0::/a\n", V2, {"cg/a/memory.events": "oom_kill many\n"}),
-        ("0::/../a\n", V2, {"cg/memory.events": EVENTS}),
-        ("0::/a\n", V2.replace(" / ", " /.. "), {"cg/memory.events": EVENTS}),
+        (f"0::/system.slice/{TASK}\n", V2, {f"cg/system.slice/{TASK}/memory.events": EVENTS}, 2),
+        (
+            f"9:name=systemd:/x\n4:memory:/slurm/uid_0/{TASK}\n1:cpu:/\n0::/\n",
+            V1,
+            {f"cg/memory/slurm/uid_0/{TASK}/memory.oom_control": CONTROL},
+            5,
+        ),
+        # A container that sees a part of the tree.
+        ("0::/docker/abc/sub\n", PART, {"c g/sub/memory.events": EVENTS}, 2),
+        # As seen on a node of the Slurm rig: the machine's mounts are still listed, from above the namespace's top.
+        (
+            "4:memory:/slurm/job_1\n",
+            OVER,
+            {"cg/memory/slurm/job_1/memory.oom_control": CONTROL, "cg/memory/memory.oom_control": "oom_kill 0\n"},
+            5,
+        ),
+        # A container's own part of the tree is mounted beside another one's.
+        ("0::/docker/abc\n", TWO, {"cg/abc/memory.events": EVENTS, "old/memory.events": "oom_kill 7\n"}, 2),
+        # Nothing is known.
+        ("0::/\n", V2, {}, None),
+        ("0::/a\n", "", {"cg/a/memory.events": EVENTS}, None),
+        ("", V2, {"cg/memory.events": EVENTS}, None),
+        ("nonsense\n\n", "nonsense - \n", {}, None),
+        ("0::/a\n", V2, {"cg/a/memory.events": "oom_kill many\n"}, None),
+        ("0::/../a\n", V2, {"cg/memory.events": EVENTS}, None),
+        ("0::/a\n", V2.replace(" / ", " /.. "), {"cg/memory.events": EVENTS}, None),
     ],
 )
-def test_nothing_is_said_where_nothing_is_known(
-    tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str]
+def test_the_kills_of_a_cgroup_are_counted_where_its_files_are_found(
+    tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str], count: int | None
 ) -> None:
-    assert oom_kill_count(proc=tree(tmp_path, cgroup=cgroup, mounts=mounts, files=files)) is None
+    proc = tree(tmp_path, cgroup=cgroup, mounts=mounts, files=files)
+    assert oom_kill_count(proc=proc) == oom_kill_count(77, proc=proc) == count
 
 
 def test_a_process_that_has_gone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,17 @@ def _proc(pid: int, ppid: int) -> Proc:
     return Proc(pid=pid, starttime=pid, ppid=ppid, pgid=pid, sid=pid, state="S", name="p")
 
 
-def test_tag_text_and_incarnations() -> None:
+@pytest.mark.parametrize(
+    ("other", "is_other"),
+    [
+        ("run:3:a2", True),
+        *((text, False) for text in ("run:3:a1", "run:33:a2", "run2:3:a2", "xrun:3:a2", "run:3")),
+    ],
+)
+def test_tag_text_and_incarnations(other: str, is_other: bool) -> None:
     tag = Tag(run_uid="run", node_key="3", agent_uid="a1")
-    assert str(tag) == "run:3:a1"
-    assert tag.node == "run:3"
-    assert tag.is_of_other_incarnation("run:3:a2")
-    assert not tag.is_of_other_incarnation("run:3:a1")
-    assert not tag.is_of_other_incarnation("run:33:a2")
-    assert not tag.is_of_other_incarnation("run2:3:a2")
-    assert not tag.is_of_other_incarnation("xrun:3:a2")
-    assert not tag.is_of_other_incarnation("run:3")
+    assert (str(tag), tag.node) == ("run:3:a1", "run:3")
+    assert tag.is_of_other_incarnation(other) is is_other
 
 
 OWN, OTHER = b"HPC_ELASTIC_TAG=run:host:a1\0", b"HPC_ELASTIC_TAG=run:host:a2\0"
@@ -96,16 +98,16 @@ def test_start_error_pickles_with_its_facts() -> None:
     assert copy.errno == errno.EACCES
 
 
-def test_closed_folder_in_path_is_no_forbidden_command() -> None:
-    error = exec_failure(command="x", cwd="/w", path="/root/bin/x", code=errno.EACCES, path_exists=False)
-    assert "no such command in PATH" in str(error)
-    error = exec_failure(command="/root/bin/x", cwd="/w", path="/root/bin/x", code=errno.EACCES, path_exists=False)
-    assert "may not be executed" in str(error)
-
-
-def test_unknown_exec_failure_names_the_path_and_the_systems_word() -> None:
-    error = exec_failure(command="x", cwd="/w", path="/a/x", code=errno.EIO, path_exists=True)
-    assert str(error) == "cannot start 'x': /a/x: Input/output error"
+@pytest.mark.parametrize(
+    ("command", "path", "code", "path_exists", "text"),
+    [
+        ("x", "/root/bin/x", errno.EACCES, False, "no such command in PATH"),  # a closed folder
+        ("/root/bin/x", "/root/bin/x", errno.EACCES, False, "may not be executed"),
+        ("x", "/a/x", errno.EIO, True, "cannot start 'x': /a/x: Input/output error"),
+    ],
+)
+def test_an_exec_failure_says_why(command: str, path: str, code: int, path_exists: bool, text: str) -> None:
+    assert text in str(exec_failure(command=command, cwd="/w", path=path, code=code, path_exists=path_exists))
 
 
 @pytest.mark.parametrize("name", ["bash", "a) R 1 (b", "two words", ") ", "("])
@@ -173,47 +175,39 @@ def test_program_is_found_where_it_may_be_executed(tmp_path: Path) -> None:
     assert find_program("nothing", env) is None
 
 
-def looks(*seen: tuple[float, str]) -> list[bool]:
+@pytest.mark.parametrize(
+    ("seen", "is_over"),
+    [
+        (
+            [(0, "S"), *((now, "T") for now in range(1, 6))],
+            [False] * 4 + [True] * 2,
+        ),  # from the first look that shows it
+        ([(0, "T"), (2, "T"), (3, "R"), (4, "T"), (6, "T")], [False] * 5),  # it runs in between
+        ([(now, "t") for now in range(9)], [False] * 9),  # a debugger
+        # A suspended job: the guardian slept with the agent, and cannot tell for how long that was stopped.
+        ([(0, "T"), (1, "T"), (600, "T"), (601, "T"), (602, "S")], [False] * 5),
+    ],
+)
+def test_an_agent_that_is_stopped_is_so_for_a_time(seen: list[tuple[float, str]], is_over: list[bool]) -> None:
     watch = StoppedWatch(limit=3.0, longest_gap=2.5)
-    return [watch.look(state, now) for now, state in seen]
+    assert [watch.look(state, now) for now, state in seen] == is_over
 
 
-def test_it_counts_from_the_first_look_that_shows_it_stopped() -> None:
-    assert looks((0, "S"), (1, "T"), (2, "T"), (3, "T"), (4, "T"), (5, "T")) == [False] * 4 + [True] * 2
-
-
-def test_an_agent_that_runs_in_between_begins_anew() -> None:
-    assert looks((0, "T"), (2, "T"), (3, "R"), (4, "T"), (6, "T")) == [False] * 5
-
-
-def test_a_debugger_does_not_count() -> None:
-    assert looks(*[(now, "t") for now in range(9)]) == [False] * 9
-
-
-def test_a_suspended_job_does_not_count() -> None:
-    """The guardian slept with the agent, and cannot tell for how long that was stopped."""
-    assert looks((0, "T"), (1, "T"), (600, "T"), (601, "T"), (602, "S")) == [False] * 5
-
-
-def _procs(*pids: int) -> list[Proc]:
-    return [Proc(pid=pid, starttime=1, ppid=1, pgid=pid, sid=pid, state="S", name="x") for pid in pids]
+def _sent(killer: TreeKiller, *looks: Iterable[int]) -> list[signal.Signals]:
+    return [killer.next_signal([_proc(pid, 1) for pid in pids]) for pids in looks]
 
 
 def test_those_who_stand_still_are_killed() -> None:
-    killer = TreeKiller()
-    assert [killer.next_signal(_procs(1, 2)) for _ in range(9)] == [signal.SIGKILL] * 9
+    assert _sent(TreeKiller(), *[(1, 2)] * 9) == [signal.SIGKILL] * 9
 
 
 def test_those_who_multiply_are_stopped_until_all_are_known() -> None:
     killer = TreeKiller()
-    sent = [killer.next_signal(_procs(*range(10 * look))) for look in range(1, 6)]
+    sent = _sent(killer, *(range(10 * look) for look in range(1, 6)))
     assert sent == [signal.SIGKILL] * 3 + [signal.SIGSTOP] * 2
-    assert killer.next_signal(_procs(*range(50))) is signal.SIGKILL
-    assert killer.next_signal(_procs(60)) is signal.SIGSTOP
+    assert _sent(killer, range(50), (60,)) == [signal.SIGKILL, signal.SIGSTOP]
 
 
 def test_it_does_not_stop_them_for_ever() -> None:
     """Where each one that is stopped is followed by another without end, somebody must be killed at last."""
-    killer = TreeKiller()
-    sent = [killer.next_signal(_procs(look)) for look in range(500)]
-    assert sent[-1] is signal.SIGKILL
+    assert _sent(TreeKiller(), *((look,) for look in range(500)))[-1] is signal.SIGKILL
