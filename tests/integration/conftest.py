@@ -14,6 +14,13 @@ from tests.rigs.local_run import ROOT, LocalRun
 from tests.rigs.network_mounts import NetworkMounts, started_together
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # torch is looked for and not imported: its threads would be pytest's, where other tests send signals to themselves.
+    if item.get_closest_marker("torch") and importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch")
+
+
 @pytest.fixture(scope="session")
 def network_mounts() -> Iterator[Callable[[str], NetworkMounts]]:
     """Gives the network filesystem of that name, two clients; skips the test, or fails it in CI, where it can't run."""
@@ -24,12 +31,10 @@ def network_mounts() -> Iterator[Callable[[str], NetworkMounts]]:
 @pytest.fixture
 def ddp_run(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
     """A run of the DDP script. TMPDIR is a short path (of sockets), not looked at: killed workers leave files there."""
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("needs torch")
 
     def make(*arguments: str, environ: dict[str, str] | None = None, **settings: Any) -> LocalRun:
         command = [str(ROOT / "tests" / "rigs" / "ddp_script.py"), *arguments]
-        mine = {"OMP_NUM_THREADS": "1", "TMPDIR": scratch, **(environ or {})}
+        mine = {"TMPDIR": scratch, **(environ or {})}
         return LocalRun(tmp_path, "", interpreter=command, environ=mine, **settings)
 
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.training_scripts import check_that_it_resumed, run_alone, run_with_a_killed_rank
 
-pytestmark = [
-    pytest.mark.torch,
-    # Looked for and not imported: its threads would be pytest's, where other tests send signals to themselves.
-    pytest.mark.skipif(not find_spec("torch"), reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])

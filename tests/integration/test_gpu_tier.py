@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.torch
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 def test_without_a_gpu_all_is_skipped_with_the_reason(tmp_path: Path) -> None:
     record = tmp_path / "seen.md"
     done = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -14,10 +13,7 @@ import pytest
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 
 _HEAD = """
 import torch
@@ -69,7 +65,7 @@ tell("result", iteration=train())
 def test_a_dead_worker_is_replaced_and_what_the_ring_gives_up_goes_on_to_agents_and_queue(tmp_path: Path) -> None:
     options = ["--restart-policy", "in-process", "--max-restarts", "1", "--max-same-failures", "0"]
     options += ["--max-requeues", "1"]
-    with LocalRun(tmp_path, _THREE_RINGS, nodes=2, options=options, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with LocalRun(tmp_path, _THREE_RINGS, nodes=2, options=options) as run:
         assert run.finish(within=240) == ExitCode.OK
         here = [value for iteration in range(3) for value in run.moments(f"here{iteration}")]
         first = {(value["iteration"], value["now"]): value for value in here if value["round"] == value["attempt"] == 0}
@@ -136,7 +132,7 @@ tell("result", iteration=train())
 @pytest.mark.parametrize("policy", ["in-process", pytest.param("processes", marks=pytest.mark.slow)])
 def test_the_loss_of_the_stores_node_is_a_restart_of_the_agents(tmp_path: Path, policy: str) -> None:
     options = ["--restart-policy", policy]
-    with LocalRun(tmp_path, _LOST_NODE, nodes=2, options=options, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with LocalRun(tmp_path, _LOST_NODE, nodes=2, options=options) as run:
         run.until(lambda: len(run.moments("here0")) == 2, "all in the function", within=120)
         agent = run.agent(0)
         for process in (agent, *run.below(agent), *run.tagged(0)):
@@ -185,10 +181,7 @@ def test_a_spare_takes_a_dead_workers_place_at_once_and_the_fresh_process_is_the
     tmp_path: Path, start_method: str
 ) -> None:
     options = ["--restart-policy", "in-process"]
-    environ = {"OMP_NUM_THREADS": "1"}
-    with LocalRun(
-        tmp_path, _SPARE, nodes=1, nproc=3, options=options, environ=environ, start_method=start_method
-    ) as run:
+    with LocalRun(tmp_path, _SPARE, nodes=1, nproc=3, options=options, start_method=start_method) as run:
         run.until(lambda: len(run.moments("here1")) >= 2, "restart with the spare", within=120)
         before = {value["now"]: value["pid"] for value in run.moments("here0")}
         after = {value["now"]: value["pid"] for value in run.moments("here1")}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.inprocess_ranks import ROOT
-from tests.rigs.processes import marked
+from tests.rigs.processes import bare_environ, marked
 from tests.rigs.waiting import until
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 
 _TRAINING = """
 import json, os, signal, sys, time
@@ -53,10 +48,8 @@ train()
 def test_an_exception_restarts_the_function_and_a_death_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_TRAINING)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH", "PET_"))}
-    env |= {
+    env = bare_environ() | {
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TEST_RING_MARK": str(tmp_path),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ import pytest
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 
 # With the restart group's default store: a client of the agents' own, which is a new one in each round.
 _TRAINING = """
@@ -51,7 +47,7 @@ tell("result", iteration=train())
 
 
 def test_the_function_restarts_in_its_processes_until_the_ring_gives_up(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, _TRAINING, nodes=2, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with LocalRun(tmp_path, _TRAINING, nodes=2) as run:
         assert run.finish(within=240) == ExitCode.OK
         here = [value for iteration in range(3) for value in run.moments(f"here{iteration}")]
         for round_index, iterations in ((0, [0, 1, 2]), (1, [0, 1])):

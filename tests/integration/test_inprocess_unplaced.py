@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -18,10 +17,7 @@ import pytest
 from tests.rigs.inprocess_ranks import ROOT
 from tests.rigs.processes import is_alive
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 
 _RANK = """
 from datetime import timedelta

@@ -24,9 +24,9 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint
 from tests.rigs.submitted_functions import outlives_its_return
 
 
-def handler_at(folder: Path, run_id: str = "run", nodes: str = "min_workers=1") -> FileRendezvousHandler:
+def handler_at(folder: Path) -> FileRendezvousHandler:
     folder.mkdir(exist_ok=True)
-    return FileRendezvousHandler(config_from_url(f"fs://{folder}/{run_id}?{nodes}&timeout=60"))
+    return FileRendezvousHandler(config_from_url(f"fs://{folder}/run?min_workers=1&timeout=60"))
 
 
 def an_agent(tmp_path: Path, entrypoint: Any, *args: Any, workers: int = 2, **kwargs: Any) -> LocalElasticAgent:

@@ -21,6 +21,7 @@ def _said(*argv: str) -> str:
     return done.stdout
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -75,7 +75,7 @@ def test_the_workers_of_a_machine_are_its_gpus(libraries: dict[str, str]) -> Non
     assert workers_here("auto", {**env, "FAKE_NVML_INIT": "9"}) == len(os.sched_getaffinity(0))
 
 
-def verdict_of(library: str, *, given: int, seconds: float = 30.0, **environ: str) -> HealthVerdict:
+def verdict_of(library: str, *, given: int, **environ: str) -> HealthVerdict:
     checks = HealthChecks(
         HealthSite(
             limits={Check.GPU: 1},
@@ -86,7 +86,7 @@ def verdict_of(library: str, *, given: int, seconds: float = 30.0, **environ: st
         clock=SystemClock(),
     )
     checks.on_join(-1)
-    wait_readable(checks.watched(), seconds)
+    wait_readable(checks.watched(), 30.0)
     found = checks.take()
     checks.close()
     assert not checks.pids

@@ -38,9 +38,9 @@ def setup_file(folder: Path, text: str) -> Path:
     return path
 
 
-def hooked(run: LocalRun, command: str, *, attempt: int = 0) -> list[dict[str, Any]]:
+def hooked(run: LocalRun, command: str) -> list[dict[str, Any]]:
     """The ends of one command."""
-    return [event for event in run.events("user_command_ended", attempt=attempt) if event["command"] == command]
+    return [event for event in run.events("user_command_ended") if event["command"] == command]
 
 
 def test_setup_gives_the_workers_its_environment_once_per_node(tmp_path: Path) -> None:

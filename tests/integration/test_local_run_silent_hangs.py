@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import pytest
 from hpc_elastic.cli.main import main
 from tests.rigs.local_run import ROOT, LocalRun
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 SCRIPT = """
 import datetime, os, signal, sys, time
 import torch, torch.distributed as dist
@@ -57,7 +53,7 @@ def installed(folder: Path) -> dict[str, str]:
     (folder / "site" / "hpc_elastic_here-0.dist-info").mkdir(parents=True)
     (folder / "site" / "hpc_elastic_here-0.dist-info" / "METADATA").write_text("Name: hpc_elastic_here\nVersion: 0\n")
     (folder / "site" / "hpc_elastic_here-0.dist-info" / "entry_points.txt").write_text(ENTRY_POINT)
-    return {"PYTHONPATH": f"{ROOT}:{folder / 'site'}", "OMP_NUM_THREADS": "1"}
+    return {"PYTHONPATH": f"{ROOT}:{folder / 'site'}"}
 
 
 # "late" and "shape" are found as "never" and "other" are; unit/failures/test_flight_recorder.py has the comparison.

@@ -32,7 +32,7 @@ def training(folder: Path, *options: str, nodes: int, nproc: int, min_nodes: int
             min_nodes=min_nodes,
             nproc=nproc,
             options=options,
-            environ={"OMP_NUM_THREADS": "1", "TMPDIR": scratch},
+            environ={"TMPDIR": scratch},
         ) as run,
     ):
         run.until(lambda: len(paces(run.log())) > 5, "steps")

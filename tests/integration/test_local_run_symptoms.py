@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import time
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
-_needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 ALONE = ("--max-restarts", "0", "--max-requeues", "0")
-THREADS = {"OMP_NUM_THREADS": "1"}
 GROUP = """
 import datetime, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
@@ -25,7 +22,6 @@ others_in_round()
 
 
 @pytest.mark.torch
-@_needs_torch
 def test_a_rank_that_is_about_to_fail_gets_a_moment(tmp_path: Path) -> None:
     """It leaves the group, and fails when an agent has seen the first of the others fail for that."""
     script = (
@@ -44,14 +40,13 @@ time.sleep(0.1)
 raise ValueError("lr=-1")
 """
     )
-    with LocalRun(tmp_path, script, nproc=2, options=ALONE, environ=THREADS) as run:
+    with LocalRun(tmp_path, script, nproc=2, options=ALONE) as run:
         assert run.finish() != ExitCode.OK
         failure = run.report()["verdict"]["failure"]
         assert (failure["global_rank"], failure["message"]) == (2, "ValueError: lr=-1")
 
 
 @pytest.mark.torch
-@_needs_torch
 def test_a_silent_rank_with_a_handler_for_sigterm_is_looked_at_and_not_aborted(tmp_path: Path) -> None:
     script = (
         GROUP
@@ -70,7 +65,7 @@ dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
 dist.all_reduce(torch.ones(4))
 """
     )
-    with LocalRun(tmp_path, script, nproc=2, options=ALONE, environ=THREADS) as run:
+    with LocalRun(tmp_path, script, nproc=2, options=ALONE) as run:
         assert run.finish() != ExitCode.OK
         assert len(run.moments("saved")) == 1
         verdict = run.report()["verdict"]
@@ -79,7 +74,6 @@ dist.all_reduce(torch.ones(4))
 
 
 @pytest.mark.torch
-@_needs_torch
 def test_the_address_of_a_lost_peer_is_a_rank_and_the_first_suspect(tmp_path: Path) -> None:
     """Two ranks are silent; the address in the only failure shows which of them left its connections."""
     script = (
@@ -94,7 +88,7 @@ dist.all_reduce(torch.ones(4))
 """
     )
     began = time.monotonic()
-    with LocalRun(tmp_path, script, nproc=2, options=ALONE, environ=THREADS) as run:
+    with LocalRun(tmp_path, script, nproc=2, options=ALONE) as run:
         run.wait_moments("here", count=4)
         ends = began + max(4.0, 1.4 * (time.monotonic() - began)) + 0.5
         run.until(lambda: time.monotonic() > ends, "the next look at the sockets, which comes by then")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from pathlib import Path
 
@@ -13,17 +12,14 @@ from tests.rigs.local_run import LocalRun
 from tests.rigs.torch_ranks import ALL_REDUCE
 from tests.rigs.training_scripts import SYNTHETIC, check_that_it_resumed, run_alone, run_with_a_killed_rank
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 GLOO = ("gloo", "cpu")
 
 
 @pytest.mark.parametrize(("nodes", "victims"), [(4, (0, 3)), pytest.param(2, (1, 1), marks=pytest.mark.slow)])
 def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes: int, victims: tuple[int, ...]) -> None:
-    environ, options = {"OMP_NUM_THREADS": "1"}, ["--max-same-failures", "0"]
-    with LocalRun(tmp_path, ALL_REDUCE, nodes=nodes, arguments=GLOO, environ=environ, options=options) as run:
+    options = ["--max-same-failures", "0"]
+    with LocalRun(tmp_path, ALL_REDUCE, nodes=nodes, arguments=GLOO, options=options) as run:
         for round_index, victim in enumerate((*victims, None)):
             here = run.wait_moments("here", count=nodes, round_index=round_index)
             assert [value["rank"] for value in here] == list(range(nodes))
@@ -42,7 +38,7 @@ def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes:
 
 def test_process_group_after_an_agents_death_and_on_fewer_nodes(tmp_path: Path) -> None:
     """Node 0's agent, with the TCPStore, is killed until the supervisor gives it up: node 1 goes on alone."""
-    with LocalRun(tmp_path, ALL_REDUCE, nodes=2, min_nodes=1, arguments=GLOO, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with LocalRun(tmp_path, ALL_REDUCE, nodes=2, min_nodes=1, arguments=GLOO) as run:
         run.wait_moments("here", count=2, round_index=0)
         for _ in range(4):
             run.kill_agent_in_a_round(0)

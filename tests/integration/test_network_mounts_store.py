@@ -17,8 +17,10 @@ pytest.importorskip("torch")
 RANKS, EACH = 8, 25
 
 
-def check_counting(mounts: list[Path], name: str) -> None:
-    counted = count_together([mounts[rank % 2] / name for rank in range(RANKS)], "ours", each=EACH, seconds=300)
+def check_counting(mounts: list[Path]) -> None:
+    counted = count_together(
+        [mounts[rank % 2] / "torch-store" for rank in range(RANKS)], "ours", each=EACH, seconds=300
+    )
     assert counted.stuck == 0
     assert counted.errors == ()
     assert counted.total == RANKS * EACH
@@ -27,10 +29,10 @@ def check_counting(mounts: list[Path], name: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_on_two_clients_lose_no_increment(kind: str, network_mounts: Callable[[str], NetworkMounts]) -> None:
-    check_counting(network_mounts(kind).paths, "torch-store")
+    check_counting(network_mounts(kind).paths)
 
 
 def test_ranks_on_two_emulated_clients_lose_no_increment(tmp_path: Path) -> None:
     require_fuse()
     with NfsEmulator(tmp_path, mounts=2) as emulator:
-        check_counting(emulator.paths, "torch-store")
+        check_counting(emulator.paths)

@@ -18,6 +18,7 @@ from hpc_elastic.rehearsal.injector import Injector
 from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.workers import tree
 from tests.rigs.local_run import ROOT
+from tests.rigs.processes import bare_environ
 from tests.rigs.small_disk import small_disk
 
 TRAIN = '''
@@ -112,7 +113,7 @@ def rehearse(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run it. Returns its exit code, and what it prints with ``--json``."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "HPC_"))}
+    base = bare_environ()
     done = subprocess.run(
         [sys.executable, "-m", "hpc_elastic", "rehearse", "--json", *arguments],
         cwd=folder,

@@ -87,8 +87,11 @@ def srun(tmp_path: Path) -> Srun:
     return Srun(tmp_path)
 
 
+Launch = Callable[..., SlurmLauncher]
+
+
 @pytest.fixture
-def make(srun: Srun) -> Iterator[Callable[..., SlurmLauncher]]:
+def make(srun: Srun) -> Iterator[Launch]:
     made: list[SlurmLauncher] = []
 
     def build(**changes: Any) -> SlurmLauncher:
@@ -101,12 +104,21 @@ def make(srun: Srun) -> Iterator[Callable[..., SlurmLauncher]]:
         launcher.end(within=0.1)
 
 
-def test_an_srun_that_closes_its_stderr_and_stays_keeps_nobody_busy(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
-    srun.plan(f"exec 2>&-\n{FOREVER}")
-    launcher = make()
-    launcher.launch()
+@pytest.fixture
+def launch(srun: Srun, make: Launch) -> Launch:
+    """A launcher that has launched its agents, by an srun that plays these plans."""
+
+    def begin(*plans: str, **changes: Any) -> SlurmLauncher:
+        srun.plan(*plans)
+        launcher = make(**changes)
+        launcher.launch()
+        return launcher
+
+    return begin
+
+
+def test_an_srun_that_closes_its_stderr_and_stays_keeps_nobody_busy(srun: Srun, launch: Launch) -> None:
+    launcher = launch(f"exec 2>&-\n{FOREVER}")
 
     def is_quiet() -> bool:
         return launcher.take() == [] and launcher.filenos() == []
@@ -130,31 +142,18 @@ def ended(launcher: SlurmLauncher, count: int) -> list[AgentEnd]:
     return sorted(found, key=lambda end: end.node)
 
 
-def nothing_more(launcher: SlurmLauncher, seconds: float = 0.1) -> None:
-    end = time.monotonic() + seconds
+def nothing_more(launcher: SlurmLauncher) -> None:
+    end = time.monotonic() + 0.1
     while time.monotonic() < end:
         assert launcher.take() == []
         time.sleep(0.01)
 
 
-def play(launcher: SlurmLauncher, condition: Callable[[], object], what: str) -> list[AgentEnd]:
-    """Take until a condition holds; what ended meanwhile."""
-    found: list[AgentEnd] = []
-
-    def step() -> object:
-        found.extend(launcher.take())
-        return condition()
-
-    until(step, what)
-    return found
-
-
 # -- how it is called
 
 
-def test_one_agent_per_node_whatever_the_jobs_shape(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    launcher = make(extra=["--mpi=none"])
-    launcher.launch()
+def test_one_agent_per_node_whatever_the_jobs_shape(srun: Srun, launch: Launch) -> None:
+    launcher = launch(extra=["--mpi=none"])
     argv = srun.argv(1)
     assert {"-N4", "-n4", "--ntasks-per-node=1", "--overlap", "--no-kill", "--kill-on-bad-exit=0"} <= set(argv)
     assert argv[-4:] == ["--mpi=none", "agent", "--run-dir", "/runs/a b"]
@@ -165,11 +164,9 @@ def test_one_agent_per_node_whatever_the_jobs_shape(srun: Srun, make: Callable[.
     assert not launcher.running()
 
 
-def test_srun_is_no_child_of_the_terminal(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+def test_srun_is_no_child_of_the_terminal(srun: Srun, launch: Launch) -> None:
     """A Ctrl-C is for the supervisor to hand on: srun would abort the step at once."""
-    srun.plan("readlink /proc/$$/fd/0 > $FAKE/stdin; cut -d' ' -f6 /proc/$$/stat > $FAKE/session; exit 0")
-    launcher = make()
-    launcher.launch()
+    launcher = launch("readlink /proc/$$/fd/0 > $FAKE/stdin; cut -d' ' -f6 /proc/$$/stat > $FAKE/session; exit 0")
     ended(launcher, 4)
     assert (srun.folder / "stdin").read_text().strip() == "/dev/null"
     assert (srun.folder / "session").read_text().strip() == srun.read(1, "pid")
@@ -179,24 +176,18 @@ def test_srun_is_no_child_of_the_terminal(srun: Srun, make: Callable[..., SlurmL
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, None), (137, None)])
-def test_the_steps_end_is_the_end_of_all_its_agents(
-    srun: Srun, make: Callable[..., SlurmLauncher], code: int, expected: int | None
-) -> None:
-    srun.plan(f"exit {code}")
-    launcher = make()
-    launcher.launch()
+def test_the_steps_end_is_the_end_of_all_its_agents(launch: Launch, code: int, expected: int | None) -> None:
+    launcher = launch(f"exit {code}")
     found = ended(launcher, 4)
     assert [(end.node, end.code, end.started) for end in found] == [(n, expected, True) for n in range(4)]
     assert not launcher.running()
     assert launcher.filenos() == []
 
 
-def test_an_agent_that_is_killed_is_told_of_while_the_others_run(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
-    srun.plan("echo 'srun: error: n3: task 2: Killed' >&2; until [ -e $FAKE/end ]; do sleep 0.01; done; exit 137")
-    launcher = make()
-    launcher.launch()
+def test_an_agent_that_is_killed_is_told_of_while_the_others_run(srun: Srun, launch: Launch) -> None:
+    launcher = launch(
+        "echo 'srun: error: n3: task 2: Killed' >&2; until [ -e $FAKE/end ]; do sleep 0.01; done; exit 137"
+    )
     assert ended(launcher, 1) == [AgentEnd(node=2, code=-9, detail="Killed")]
     assert launcher.running()
     (srun.folder / "end").touch()
@@ -213,14 +204,10 @@ def test_an_agent_that_is_killed_is_told_of_while_the_others_run(
         ("err-srun-no-such-command", {0: 2}),
     ],
 )
-def test_what_real_sruns_printed(
-    srun: Srun, make: Callable[..., SlurmLauncher], version: str, capture: str, codes: dict[int, int]
-) -> None:
+def test_what_real_sruns_printed(launch: Launch, version: str, capture: str, codes: dict[int, int]) -> None:
     path = DATA / version / f"{capture}.stderr.txt"
     path = path if path.exists() else DATA / version / f"{capture}.txt"
-    srun.plan(f"cat {path} >&2; {FOREVER}")
-    launcher = make()
-    launcher.launch()
+    launcher = launch(f"cat {path} >&2; {FOREVER}")
     found = {end.node: end.code for end in ended(launcher, len(codes))}
     if capture == "err-srun-no-such-command":
         assert list(found.values()) == [2]  # which node it was differs
@@ -229,15 +216,11 @@ def test_what_real_sruns_printed(
     nothing_more(launcher)
 
 
-def test_an_agents_own_words_are_no_events(
-    srun: Srun, make: Callable[..., SlurmLauncher], capfd: pytest.CaptureFixture[str]
-) -> None:
-    srun.plan(
+def test_an_agents_own_words_are_no_events(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = launch(
         "printf 'Traceback (most recent call last):\\nn3: task 2: Killed\\n\\377\\376 not UTF-8\\n' >&2; "
         "printf 'the last line has no end' >&2; exit 0"
     )
-    launcher = make()
-    launcher.launch()
     assert all(end.code == 0 for end in ended(launcher, 4))
     text = capfd.readouterr().err
     assert "Traceback" in text, "they go on into the job log"
@@ -245,18 +228,14 @@ def test_an_agents_own_words_are_no_events(
     assert "the last line has no end\n" in text
 
 
-def test_a_full_job_log_does_not_end_the_supervisor(
-    srun: Srun, make: Callable[..., SlurmLauncher], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_job_log_does_not_end_the_supervisor(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         flush = write
 
-    srun.plan("echo 'srun: error: n3: task 2: Killed' >&2; exit 137")
-    launcher = make()
-    launcher.launch()
+    launcher = launch("echo 'srun: error: n3: task 2: Killed' >&2; exit 137")
     monkeypatch.setattr(sys, "stderr", Full())
     found = ended(launcher, 4)
     monkeypatch.undo()
@@ -266,12 +245,8 @@ def test_a_full_job_log_does_not_end_the_supervisor(
 # -- a node that is dead at launch
 
 
-def test_a_launch_that_fails_for_a_dead_node_is_made_again_without_it(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
-    srun.plan(LAUNCH_FAILED.format(node="n3"), FOREVER)
-    launcher = make()
-    launcher.launch()
+def test_a_launch_that_fails_for_a_dead_node_is_made_again_without_it(srun: Srun, launch: Launch) -> None:
+    launcher = launch(LAUNCH_FAILED.format(node="n3"), FOREVER)
     (gone,) = ended(launcher, 1)
     assert (gone.node, gone.started) == (2, False)
     assert "Communication connection failure" in gone.detail
@@ -281,18 +256,14 @@ def test_a_launch_that_fails_for_a_dead_node_is_made_again_without_it(
     assert launcher.running()
 
 
-def test_two_dead_nodes_one_after_the_other(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    srun.plan(LAUNCH_FAILED.format(node="n3"), LAUNCH_FAILED.format(node="n4"), FOREVER)
-    launcher = make()
-    launcher.launch()
+def test_two_dead_nodes_one_after_the_other(srun: Srun, launch: Launch) -> None:
+    launcher = launch(LAUNCH_FAILED.format(node="n3"), LAUNCH_FAILED.format(node="n4"), FOREVER)
     assert [(end.node, end.started) for end in ended(launcher, 2)] == [(2, False), (3, False)]
     assert {"-N2", "-n2", "--exclude=n[3-4]"} <= set(srun.argv(3))
 
 
-def test_with_too_few_left_it_is_not_made_again(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    srun.plan(LAUNCH_FAILED.format(node="n3"), FOREVER)
-    launcher = make(min_nodes=4)
-    launcher.launch()
+def test_with_too_few_left_it_is_not_made_again(srun: Srun, launch: Launch) -> None:
+    launcher = launch(LAUNCH_FAILED.format(node="n3"), FOREVER, min_nodes=4)
     found = ended(launcher, 4)
     assert not any(end.started for end in found)
     assert "Communication connection failure" in found[2].detail
@@ -311,37 +282,27 @@ def test_with_too_few_left_it_is_not_made_again(srun: Srun, make: Callable[..., 
         ("srun: error: Unable to create step for job 5: Requested nodes are busy", "busy", False),
     ],
 )
-def test_srun_says_itself_why_there_is_no_step(
-    srun: Srun, make: Callable[..., SlurmLauncher], said: str, reason: str, lasts: bool
-) -> None:
+def test_srun_says_itself_why_there_is_no_step(srun: Srun, launch: Launch, said: str, reason: str, lasts: bool) -> None:
     refused = f"printf '%s\\n' {shlex.quote(said)} 'srun: Job step creation' >&2; exit 1"
-    srun.plan(refused, refused)
-    launcher = make()
-    launcher.launch()
+    launcher = launch(refused, refused)
     found = ended(launcher, 4)
     assert [(end.started, end.lasts) for end in found] == [(False, lasts)] * 4
     assert (reason or said.partition(": ")[2]) in found[0].detail
     assert srun.calls == (2 if lasts else 1), "that it comes back the same way is to be seen"
 
 
-def test_it_is_not_tried_for_ever(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    srun.plan(*[LAUNCH_FAILED.format(node=node) for node in ("n4", "n3", "n2", "n1")])
-    launcher = make(min_nodes=1)
-    launcher.launch()
+def test_it_is_not_tried_for_ever(srun: Srun, launch: Launch) -> None:
+    launcher = launch(*[LAUNCH_FAILED.format(node=node) for node in ("n4", "n3", "n2", "n1")], min_nodes=1)
     found = ended(launcher, 4)
     assert not any(end.started for end in found)
     assert srun.calls == 3
     assert not launcher.running()
 
 
-def test_an_agent_that_was_started_again_meanwhile_is_not_started_twice(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
+def test_an_agent_that_was_started_again_meanwhile_is_not_started_twice(srun: Srun, launch: Launch) -> None:
     """A second agent of a node would end the first one."""
     first = "echo 'srun: error: n1: task 0: Exited with exit code 1' >&2; until [ -e $FAKE/go ]; do sleep 0.01; done\n"
-    srun.plan(first + LAUNCH_FAILED.format(node="n3"), FOREVER, FOREVER)
-    launcher = make()
-    launcher.launch()
+    launcher = launch(first + LAUNCH_FAILED.format(node="n3"), FOREVER, FOREVER)
     assert [end.node for end in ended(launcher, 1)] == [0]
     launcher.relaunch(0)
     assert srun.argv(2)[:3] == ["-N1", "-n1", "-w"]
@@ -352,12 +313,8 @@ def test_an_agent_that_was_started_again_meanwhile_is_not_started_twice(
     nothing_more(launcher)
 
 
-def test_a_node_that_is_dead_when_its_agent_is_started_again_is_given_up(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
-    srun.plan(FOREVER, LAUNCH_FAILED.format(node="n2"))
-    launcher = make()
-    launcher.launch()
+def test_a_node_that_is_dead_when_its_agent_is_started_again_is_given_up(srun: Srun, launch: Launch) -> None:
+    launcher = launch(FOREVER, LAUNCH_FAILED.format(node="n2"))
     srun.argv(1)
     launcher.relaunch(1)
     (end,) = ended(launcher, 1)
@@ -365,10 +322,8 @@ def test_a_node_that_is_dead_when_its_agent_is_started_again_is_given_up(
     assert srun.calls == 2
 
 
-def test_a_node_that_slurm_gives_up_gets_no_other_agent(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    srun.plan("echo 'srun: error: Node failure on n3' >&2\n" + FOREVER)
-    launcher = make()
-    launcher.launch()
+def test_a_node_that_slurm_gives_up_gets_no_other_agent(launch: Launch) -> None:
+    launcher = launch("echo 'srun: error: Node failure on n3' >&2\n" + FOREVER)
     (end,) = ended(launcher, 1)
     assert (end.node, end.code, end.started) == (2, None, False)
     assert "gave the node up" in end.detail
@@ -377,18 +332,14 @@ def test_a_node_that_slurm_gives_up_gets_no_other_agent(srun: Srun, make: Callab
     assert launcher.running()
 
 
-def test_an_agent_that_outlived_a_failed_trial_on_its_node_is_still_heard_of(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
+def test_an_agent_that_outlived_a_failed_trial_on_its_node_is_still_heard_of(srun: Srun, launch: Launch) -> None:
     """The node was cut off while another agent was to be started there, and Slurm gave it up in the end."""
-    srun.plan(
+    launcher = launch(
         "until [ -e $FAKE/go ]; do sleep 0.01; done; echo 'srun: error: n2: task 1: Killed' >&2\n"
         "until [ -e $FAKE/gone ]; do sleep 0.01; done; echo 'srun: error: Node failure on n2' >&2\n" + FOREVER,
         LAUNCH_FAILED.format(node="n2"),
         "echo 'srun: error: Node failure on n2' >&2\n" + FOREVER,
     )
-    launcher = make()
-    launcher.launch()
     srun.argv(1)
     launcher.relaunch(1)
     (end,) = ended(launcher, 1)
@@ -407,18 +358,15 @@ def test_an_agent_that_outlived_a_failed_trial_on_its_node_is_still_heard_of(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_step_that_slurm_refuses(srun: Srun, make: Callable[..., SlurmLauncher], version: str) -> None:
-    srun.plan(f"cat {DATA / version}/err-srun-jobid-completed*.txt >&2; exit 1")
-    launcher = make()
-    launcher.launch()
+def test_a_step_that_slurm_refuses(launch: Launch, version: str) -> None:
+    launcher = launch(f"cat {DATA / version}/err-srun-jobid-completed*.txt >&2; exit 1")
     found = ended(launcher, 4)
     assert not any(end.started for end in found)
     assert all(end.detail.startswith("srun: error: ") for end in found)
 
 
-def test_a_container_without_srun(make: Callable[..., SlurmLauncher], tmp_path: Path) -> None:
-    launcher = make(environment={"PATH": str(tmp_path)})
-    launcher.launch()
+def test_a_container_without_srun(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch(environment={"PATH": str(tmp_path)})
     found = ended(launcher, 4)
     assert not any(end.started for end in found)
     assert all("srun" in end.detail for end in found)
@@ -430,11 +378,9 @@ def test_a_container_without_srun(make: Callable[..., SlurmLauncher], tmp_path: 
 # -- starting again
 
 
-def test_one_agent_is_started_again_in_a_step_of_its_own(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+def test_one_agent_is_started_again_in_a_step_of_its_own(srun: Srun, launch: Launch) -> None:
     first = "echo 'srun: error: n2: task 1: Killed' >&2; until [ -e $FAKE/end ]; do sleep 0.01; done; exit 137"
-    srun.plan(first, "until [ -e $FAKE/end2 ]; do sleep 0.01; done; exit 3")
-    launcher = make(extra=["--mpi=none"])
-    launcher.launch()
+    launcher = launch(first, "until [ -e $FAKE/end2 ]; do sleep 0.01; done; exit 3", extra=["--mpi=none"])
     ended(launcher, 1)
     launcher.relaunch(1)
     argv = srun.argv(2)
@@ -452,10 +398,8 @@ def test_one_agent_is_started_again_in_a_step_of_its_own(srun: Srun, make: Calla
 # -- the end
 
 
-def test_sigterm_is_handed_on_each_time(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    srun.plan("trap 'echo term >> $FAKE/terms' TERM; touch $FAKE/ready; " + FOREVER)
-    launcher = make()
-    launcher.launch()
+def test_sigterm_is_handed_on_each_time(srun: Srun, launch: Launch) -> None:
+    launcher = launch("trap 'echo term >> $FAKE/terms' TERM; touch $FAKE/ready; " + FOREVER)
     until((srun.folder / "ready").exists, "the trap")
     for count in (1, 2):
         launcher.terminate()
@@ -467,10 +411,8 @@ def test_sigterm_is_handed_on_each_time(srun: Srun, make: Callable[..., SlurmLau
         )  # type: ignore[misc]
 
 
-def test_an_srun_that_never_returns_is_ended(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    srun.plan("trap '' TERM; touch $FAKE/ready; " + FOREVER)
-    launcher = make()
-    launcher.launch()
+def test_an_srun_that_never_returns_is_ended(srun: Srun, launch: Launch) -> None:
+    launcher = launch("trap '' TERM; touch $FAKE/ready; " + FOREVER)
     until((srun.folder / "ready").exists, "the trap")
     pid = int(srun.read(1, "pid"))
     began = time.monotonic()
@@ -483,38 +425,33 @@ def test_an_srun_that_never_returns_is_ended(srun: Srun, make: Callable[..., Slu
     assert time.monotonic() - began < 9, "nothing is left to wait for"
 
 
-def test_one_that_returns_is_not_waited_for_longer(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    srun.plan("trap 'exit 143' TERM; touch $FAKE/ready; " + FOREVER)
-    launcher = make()
-    launcher.launch()
+def test_one_that_returns_is_not_waited_for_longer(srun: Srun, launch: Launch) -> None:
+    launcher = launch("trap 'exit 143' TERM; touch $FAKE/ready; " + FOREVER)
     until((srun.folder / "ready").exists, "the trap")
     began = time.monotonic()
     launcher.end(within=20)
     assert time.monotonic() - began < 18
 
 
-def test_at_the_end_nothing_is_launched_again(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+def test_at_the_end_nothing_is_launched_again(srun: Srun, launch: Launch) -> None:
     """A node was dead, and before that was known the run was cancelled."""
     failed = LAUNCH_FAILED.format(node="n3")
-    srun.plan(f"fail() {{\n{failed}}}\ntrap fail TERM; touch $FAKE/ready; {FOREVER}", FOREVER)
-    launcher = make()
-    launcher.launch()
+    launcher = launch(f"fail() {{\n{failed}}}\ntrap fail TERM; touch $FAKE/ready; {FOREVER}", FOREVER)
     until((srun.folder / "ready").exists, "the trap")
     launcher.end(within=5)
     assert srun.calls == 1
     assert not launcher.running()
 
 
-def test_ending_what_was_never_launched_is_nothing(make: Callable[..., SlurmLauncher]) -> None:
+def test_ending_what_was_never_launched_is_nothing(make: Launch) -> None:
     launcher = make()
     launcher.end(within=1)
     launcher.terminate()
     assert launcher.take() == []
 
 
-def test_a_step_that_ended_by_itself_needs_no_signal(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
-    launcher = make()
-    launcher.launch()
+def test_a_step_that_ended_by_itself_needs_no_signal(srun: Srun, launch: Launch) -> None:
+    launcher = launch()
     pid = int(srun.read(1, "pid"))
     until(lambda: not is_alive(pid), "srun's end")
     launcher.terminate()
@@ -547,11 +484,9 @@ def test_an_interpreter_whose_path_holds_an_equals_sign(
     assert said.endswith(f" agent --run-dir {tmp_path} --attempt 3\n")
 
 
-def test_the_last_message_of_a_node_is_what_names_it_or_what_its_own_step_printed_last(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
+def test_the_last_message_of_a_node_is_what_names_it_or_what_its_own_step_printed_last(launch: Launch) -> None:
     """Lines carry no node; that the folder could not be changed is only a warning."""
-    srun.plan(
+    launcher = launch(
         "printf '%s\\n' >&2 'slurmstepd-n3: error: TaskProlog failed status=3' "
         "'srun: error: n3: task 2: Exited with exit code 3' "
         '"slurmstepd-n4: error: couldn\'t chdir to /x: No such file or directory: going to /tmp instead" '
@@ -559,8 +494,6 @@ def test_the_last_message_of_a_node_is_what_names_it_or_what_its_own_step_printe
         "printf '%s\\n' >&2 'first' 'n1.local: Permission denied' '  <no Python frame>' "
         "'srun: error: n4: task 0: Exited with exit code 126'",
     )
-    launcher = make()
-    launcher.launch()
     ended: list[AgentEnd] = []
     until(lambda: ended.extend(launcher.take()) or len(ended) == 2, "two ends")  # type: ignore[func-returns-value]
     assert [launcher.last_message(node) for node in (2, 3)] == [

@@ -117,7 +117,7 @@ def start(code: str, *arguments: str, **environ: str) -> Iterator[subprocess.Pop
         [sys.executable, "-c", code, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ, "PYTHONPATH": f"{environ.get('PYTHONPATH', '')}:{ROOT}"},
+        env={**os.environ, **environ, "PYTHONPATH": f"{environ.get('PYTHONPATH', '')}:{ROOT}"},
         text=True,
     ) as process:
         try:

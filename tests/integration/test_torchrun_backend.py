@@ -65,7 +65,7 @@ class Torchruns:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)},  # torch leaves its log folders
+            env={**environ, "TMPDIR": str(self.folder)},  # torch leaves its log folders
         )
         log.close()
         self.agents.append(agent)

@@ -135,7 +135,7 @@ train()
 """
     )
     options = ["--start-method", "forkserver", "--preload", "torch,marker", "--restart-policy", "in-process"]
-    with LocalRun(tmp_path, script, nodes=2, options=options, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with LocalRun(tmp_path, script, nodes=2, options=options) as run:
         assert run.finish(within=240) == ExitCode.OK
         (replaced,) = run.events("worker_replaced")
         (fresh,) = [value for value in run.moments("here1") if value["now"] == 1]

@@ -23,14 +23,10 @@ from tests.rigs.fake_clock import FakeClock
 FILES: Any = SimpleNamespace(stuck_for=lambda: 0.0, do=lambda job, **_: job(), post=lambda job: None)
 
 
-def silent_watch(clock: Any = None, lease: Any = None) -> HeartbeatWatch:
+def silent_watch(clock: Any) -> HeartbeatWatch:
     """A watch without a folder: no worker is judged."""
     return HeartbeatWatch(
-        folder=HeartbeatFolder(None),
-        timeouts=SectionTimeouts(),
-        clock=clock or FakeClock(),
-        files=FILES,
-        lease=lease,
+        folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=clock, files=FILES, lease=None
     )
 
 

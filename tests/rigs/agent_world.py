@@ -360,7 +360,8 @@ class AgentWorld(World):
         patch: Sets an attribute for the time of the test: (object, name, value).
         """
         policy = RestartPolicy(max_restarts=max_restarts, max_same_failures=0)
-        super().__init__(settings, decide_restart=policy.decide_restart)
+        super().__init__(settings)
+        self.decide_restart = policy.decide_restart
         self._rng = rng
         self.max_restarts = max_restarts
         self.sizes = dict(sizes or {})

@@ -69,10 +69,9 @@ def find_machine() -> Machine:
         return Machine(reason=f"needs a GPU: the look at it ended with {done.returncode}: {done.stderr.strip()[-300:]}")
 
 
-def _own(*arguments: str, seconds: float, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _own(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "tests.rigs.gpu", *arguments]
-    env = {**os.environ, **(environ or {})}
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
 
 
 def _probe() -> Machine:

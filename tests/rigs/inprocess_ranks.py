@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.rigs.processes import bare_environ
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE = 150.0
 """Seconds for one scenario. torch 2.13 takes 5 s for a new connection to a TCPStore now and then."""
@@ -57,11 +59,10 @@ class Job:
 
 def run_jobs(folder: Path, *jobs: str, search: str = "") -> list[Job]:
     """Run scenarios to their ends, those that fit side by side. `search`: a folder for modules, after all others."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH", "HPC_"))}
     result = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.rigs.inprocess_ranks", str(folder), *jobs],
         cwd=ROOT,
-        env={**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RING_SEARCH": search},
+        env={**bare_environ(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RING_SEARCH": search},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -96,14 +97,14 @@ def _ending(path: Path, code: int) -> Ending:
     return Ending(exit_code=code, result=found.get("result"), error=found.get("error", ""))
 
 
-def free_ports(count: int = 10, *, taken: Collection[int] = ()) -> int:
-    """The first of `count` ports in a row, below those that the kernel gives to others, and not near those `taken`."""
+def free_ports(*, taken: Collection[int] = ()) -> int:
+    """The first of ten ports in a row, below those that the kernel gives to others, and not near those `taken`."""
     while True:
-        first = random.randrange(10000, 30000, count)
+        first = random.randrange(10000, 30000, 10)
         if first in taken:
             continue
         try:
-            for port in range(first, first + count):
+            for port in range(first, first + 10):
                 with socket.socket() as found:
                     found.bind(("127.0.0.1", port))
         except OSError:

@@ -26,7 +26,7 @@ from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE
 from tests.rigs.event_pairs import read_events
 from tests.rigs.folded_run import unfold
-from tests.rigs.processes import Process, all_processes, below, sockets_left, sockets_of
+from tests.rigs.processes import Process, all_processes, bare_environ, below, sockets_left, sockets_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"
@@ -158,9 +158,8 @@ class LocalRun:
         return any("torch" in path.read_text(errors="replace") for path in self.folder.glob("*.py"))
 
     def _environ(self) -> dict[str, str]:
-        base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "HPC_"))}
         return {
-            **base,
+            **bare_environ(),
             MARK: self.mark,
             "LOCAL_RUN_STAGE": str(self.stage),
             "TMPDIR": str(self.tmp),
@@ -307,15 +306,15 @@ class LocalRun:
         found = self.moments(moment, round_index=round_index, attempt=attempt)
         return sorted(found, key=lambda value: (value["round"], value["rank"]))
 
-    def worker(self, rank: int, *, round_index: int, attempt: int = 0, moment: str = "here") -> int:
-        """The pid of a rank's worker in a round that has told `moment`."""
-        for value in self.moments(moment, round_index=round_index, attempt=attempt):
+    def worker(self, rank: int, *, round_index: int, attempt: int = 0) -> int:
+        """The pid of a rank's worker in a round that has told that it is here."""
+        for value in self.moments("here", round_index=round_index, attempt=attempt):
             if value["rank"] == rank:
                 return int(value["pid"])
-        raise AssertionError(f"rank {rank} has not told '{moment}' in round {round_index}")
+        raise AssertionError(f"rank {rank} has not told 'here' in round {round_index}")
 
-    def kill_worker(self, rank: int, *, round_index: int, attempt: int = 0) -> None:
-        os.kill(self.worker(rank, round_index=round_index, attempt=attempt), signal.SIGKILL)
+    def kill_worker(self, rank: int, *, round_index: int) -> None:
+        os.kill(self.worker(rank, round_index=round_index), signal.SIGKILL)
 
     # -- processes -----------------------------------------------------------------------------------------------
 

@@ -33,6 +33,11 @@ class Process:
         return f"{self.pid} ({' '.join(self.argv)[-120:]})"
 
 
+def bare_environ() -> dict[str, str]:
+    """This process' environment without what Slurm, torch and this project read of it."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "TORCH", "HPC_"))}
+
+
 def all_processes() -> list[Process]:
     """All that live and whose environment may be read."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -170,9 +175,9 @@ def deaths_of(pids: Iterable[int]) -> Iterator[Callable[[float], dict[int, float
             os.close(fd)
 
 
-def kill_marked(variable: str, value: str, *, within: float = 10.0) -> None:
+def kill_marked(variable: str, value: str) -> None:
     """SIGKILL every process with this variable in its environment, until there is none."""
-    deadline = time.monotonic() + within
+    deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
         if not (left := marked(variable, value)):
             return

@@ -194,14 +194,12 @@ class World:
         self,
         settings: RendezvousSettings,
         *,
-        decide_restart: Callable[..., RestartDecision] | None = None,
         beats: bool = False,
         driven: bool = False,
         loses: Callable[[], bool] = lambda: False,
     ) -> None:
         """Args:
         settings: Of all participants.
-        decide_restart: What the restart policy says.
         beats: Whether packets come through.
         driven: Whether a participant is stepped when it asked for it or is notified, as its thread does; else at each
             tick, and told to look.
@@ -217,7 +215,7 @@ class World:
         self.has_spares = False
         """Whether nodes beyond MAX were submitted as spares."""
         self.settings = settings
-        self.decide_restart = decide_restart or settle_always_restarting
+        self.decide_restart: Callable[..., RestartDecision] = settle_always_restarting
         self.clock = FakeClock()
         self.store = MemoryStore()
         self.nodes: list[Node] = []

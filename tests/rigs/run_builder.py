@@ -61,12 +61,12 @@ def decide_verdict(
     return root_cause.decide_verdict(part, ranks=ranks)
 
 
-def traceback_of(exception: str, *, function: str = "train_step", file: str = "/home/ann/train.py") -> str:
+def traceback_of(exception: str) -> str:
     """A traceback with two frames of the user's and one of torch's."""
     return (
         "Traceback (most recent call last):\n"
-        f'  File "{file}", line 88, in <module>\n    main()\n'
-        f'  File "{file}", line 61, in {function}\n    loss.backward()\n'
+        '  File "/home/ann/train.py", line 88, in <module>\n    main()\n'
+        '  File "/home/ann/train.py", line 61, in train_step\n    loss.backward()\n'
         '  File "/opt/venv/lib/python3.11/site-packages/torch/_tensor.py", line 625, in backward\n'
         "    torch.autograd.backward(\n"
         f"{exception}\n"
@@ -189,9 +189,7 @@ class RunBuilder:
         self.round(0, 0, at=at)
         return self
 
-    def clock_offset(
-        self, attempt: int, node: int, *, at: float, ahead: float = 0.0, reference: int = 0, bound_ns: int = 1_000_000
-    ) -> None:
+    def clock_offset(self, attempt: int, node: int, *, at: float, ahead: float = 0.0, reference: int = 0) -> None:
         """What an agent tells of its clock, `ahead` seconds ahead of the reference's as the wall clock is."""
         self.event(
             attempt,
@@ -201,7 +199,7 @@ class RunBuilder:
             "clock_offset",
             reference=reference,
             offset_ns=0,
-            bound_ns=0 if node == reference else bound_ns,
+            bound_ns=0 if node == reference else 1_000_000,
             uptime_ns=UPTIME_NS + int(at * 1e9),
             wall_ns=START_NS + int((at + ahead) * 1e9),
         )

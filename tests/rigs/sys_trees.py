@@ -81,16 +81,15 @@ class SysTree:
         """As `read_machine` takes them."""
         return {"system": self.root / "sys", "driver": self.root / "driver", "devices": self.root / "dev"}
 
-    def add_gpu(self, index: int, node: int, *, minor: int | None = None) -> str:
+    def add_gpu(self, index: int, node: int) -> str:
         """Returns its PCI address."""
         bus_id = f"0000:{0x10 * (index + 1):02x}:00.0"
-        minor = index if minor is None else minor
         write(self.root / "sys/bus/pci/devices" / bus_id / "numa_node", f"{node}")
         facts = (
-            f"Model: \t\t NVIDIA H100\nGPU UUID: \t {UUID.format(index)}\nDevice Minor: \t {minor}\nGPU Excluded:\t No"
+            f"Model: \t\t NVIDIA H100\nGPU UUID: \t {UUID.format(index)}\nDevice Minor: \t {index}\nGPU Excluded:\t No"
         )
         write(self.root / "driver" / bus_id / "information", facts)
-        write(self.root / f"dev/nvidia{minor}", "")
+        write(self.root / f"dev/nvidia{index}", "")
         return bus_id
 
     def hide_gpu(self, minor: int) -> None:

@@ -59,7 +59,6 @@ def run_with_a_killed_rank(
     *,
     moved: str,
     arguments: Sequence[str] = (),
-    options: Sequence[str] = (),
     python: str = sys.executable,
     start_method: str = "spawn",
 ) -> subprocess.CompletedProcess[str]:
@@ -71,7 +70,7 @@ def run_with_a_killed_rank(
     result = subprocess.run(
         [
             *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2", "--python", python),
-            *("--start-method", start_method, "--runs-dir", str(folder / "runs"), *options),
+            *("--start-method", start_method, "--runs-dir", str(folder / "runs")),
             *(str(FAULTY), "0", moved, "3", str(EXAMPLES / script)),
             *("--epochs", str(EPOCHS), "--checkpoint", str(folder / "checkpoint"), *arguments),
         ],

@@ -120,8 +120,8 @@ class RunInjector:
         host = self.batch_host()
         return any("batch" in line and "hpc" in line for _, line in self._of_user(host)) if host else False
 
-    def _member(self, injection: Injection, *, among: Callable[[Began], bool] = lambda _: True) -> Began:
-        members = [began for began in self.journal.members() if among(began)]
+    def _member(self, injection: Injection) -> Began:
+        members = list(self.journal.members())
         if not members:
             raise NotNow("nobody trains whom it could hit")
         return members[int(injection.fault.pick * len(members))]

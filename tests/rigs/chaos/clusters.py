@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc
 from tests.rigs.chaos.clocks import set_clock, with_clock
 from tests.rigs.chaos.places import Place
 from tests.rigs.chaos.schedule import Plan
+from tests.rigs.processes import bare_environ
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = Path(__file__).with_name("worker.py")
@@ -98,7 +98,7 @@ class Cluster:
         }
 
     def _environ(self) -> dict[str, str]:
-        base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "HPC_"))}
+        base = bare_environ()
         return {**base, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 
 

@@ -82,15 +82,14 @@ class SmallDisk(Place):
 
     kinds = (*_PROCESS_KINDS, Kind.FULL)
 
-    def __init__(self, folder: Path, *, megabytes: int = 64) -> None:
+    def __init__(self, folder: Path) -> None:
         self._image = folder / "disk.img"
         self._mount = folder / "disk"
-        self._megabytes = megabytes
 
     def __enter__(self) -> SmallDisk:
         self._mount.mkdir()
         with open(self._image, "wb") as image:
-            image.truncate(self._megabytes << 20)
+            image.truncate(64 << 20)
         _run("mkfs.ext4", "-q", "-F", "-m", "0", str(self._image))
         _run("mount", "-o", "loop", str(self._image), str(self._mount))
         self._root().mkdir(mode=0o700)

@@ -19,14 +19,14 @@ from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.launch.run_directory import claim_attempt, create_run
 from hpc_elastic.options.rendezvous_settings import rdzv_values
 from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.option_values import DEFAULT_LIMITS, Check
+from hpc_elastic.run.option_values import DEFAULT_LIMITS
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 from tests.rigs.event_pairs import read_events
 from tests.rigs.network_nodes.network import NETNS_FOLDER, Network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
-from tests.rigs.processes import deaths_of
+from tests.rigs.processes import bare_environ, deaths_of, marked
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "NETWORK_RUN_MARK"
@@ -67,28 +67,17 @@ class NetworkRun:
         *,
         nodes: int,
         caches: float = 3.0,
-        min_nodes: int = 1,
         conf: Mapping[str, str] | None = None,
         mount_settings: MountSettings | None = None,
         ipv6_only: bool = False,
-        max_restarts: int = 100,
-        python: str = "/bin/false",
-        health_checks: Mapping[Check, float] | None = None,
-        before: Callable[[NetworkRun], None] = lambda run: None,
     ) -> None:
         """Args:
         folder: Of the test; empty.
         nodes: How many; also the most that a round takes.
         caches: Seconds for which a mount trusts what it knows.
-        min_nodes: The fewest that a round takes.
         conf: As ``--rdzv-conf``.
         mount_settings: In place of `caches`.
         ipv6_only: Nodes without an IPv4 address.
-        max_restarts: Rounds that may follow a failure.
-        python: The workers' interpreter. By default none that has torch: no TCPStore is served, which would cost
-            seconds.
-        health_checks: In place of the default ones.
-        before: Called before the first agent is started.
         """
         self.nodes = nodes
         self.folder = folder
@@ -111,20 +100,19 @@ class NetworkRun:
                 kind=EntryKind.COMMAND,
                 target=sys.executable,
                 args=("-S", str(folder / "worker.py")),
-                python=python,
+                python="/bin/false",  # has no torch: no TCPStore is served, which would cost seconds
             ),
             cwd=str(folder),
             cluster="slurm",
-            min_nodes=min_nodes,
+            min_nodes=1,
             max_nodes=nodes,
             nproc_per_node="1",
-            max_restarts=max_restarts,
+            max_restarts=100,
             max_same_failures=0,
             shutdown_timeout=10.0,
             rdzv_conf=rdzv_values(conf or {}),
-            health_checks=dict(DEFAULT_LIMITS if health_checks is None else health_checks),
+            health_checks=dict(DEFAULT_LIMITS),
         )
-        self._before = before
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
 
@@ -134,7 +122,6 @@ class NetworkRun:
             self._stack.enter_context(self.network)
             self._stack.callback(self._kill_all)
             self._attempt = self.make_attempt()
-            self._before(self)
             for node in range(self.nodes):
                 self.start_agent(node)
         except BaseException:
@@ -166,8 +153,7 @@ class NetworkRun:
         boot = ["sh", "-c", _BOOT, "sh", f"n{node}", str(self.emulator.paths[node]), str(self._shared)]
         argv = ["nsenter", f"--net={NETNS_FOLDER / self.network.netns(node)}"]
         argv += ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", *boot, *agent]
-        environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "HPC_"))}
-        environ |= {
+        environ = bare_environ() | {
             MARK: self.mark,
             "NETWORK_RUN_STAGE": str(self.stage),
             "NETWORK_RUN_NODE": str(node),
@@ -247,13 +233,11 @@ class NetworkRun:
     def workers(self, round_index: int) -> dict[int, Worker]:
         """The living workers of a round by node."""
         found = {}
-        for entry in os.listdir("/proc"):
-            environ = _environ(entry) if entry.isdigit() else {}
-            if environ.get(MARK) != self.mark or "RANK" not in environ:
-                continue
-            if int(environ["TORCHELASTIC_RESTART_COUNT"]) == round_index:
+        for process in marked(MARK, self.mark):
+            environ = process.environ
+            if "RANK" in environ and int(environ["TORCHELASTIC_RESTART_COUNT"]) == round_index:
                 node = int(environ["NETWORK_RUN_NODE"])
-                found[node] = Worker(int(entry), int(environ["RANK"]), round_index, node)
+                found[node] = Worker(process.pid, int(environ["RANK"]), round_index, node)
         return found
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -299,12 +283,3 @@ def seconds_to_stop(run: NetworkRun, round_index: int, victim: int, *, within: f
     if left:
         raise AssertionError(f"the workers of nodes {left} still ran after {within:g} s\n{run.logs()}")
     return max(moments.values()) - killed
-
-
-def _environ(pid: str) -> dict[str, str]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return {}
-    return {} if state in "ZX" else dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)

@@ -144,9 +144,9 @@ class SlurmCluster(Rig):
         if not any(line.startswith("munged ") for _, line in self.node_pids(self._node(name))):
             self._hosts.start_daemon(name, configuration.munged_command(self.layout))
 
-    def drain(self, name: str, *, reason: str = "drained by the rig") -> None:
+    def drain(self, name: str) -> None:
         """Let Slurm start nothing new on the node."""
-        self._root("scontrol", "update", f"nodename={self._node(name)}", "state=drain", f"reason={reason}")
+        self._root("scontrol", "update", f"nodename={self._node(name)}", "state=drain", "reason=drained by the rig")
 
     def undrain(self, name: str) -> None:
         """Let Slurm use the node again, whether it was drained or set down; one in use already is fine."""

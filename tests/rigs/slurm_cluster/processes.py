@@ -136,8 +136,8 @@ class CommandFailed(subprocess.CalledProcessError):
         return f"{super().__str__()}\nstdout: {_tail(self.stdout)}\nstderr: {_tail(self.stderr)}"
 
 
-def _tail(text: Any, limit: int = 4000) -> str:
-    return str(text or "")[-limit:].strip()
+def _tail(text: Any) -> str:
+    return str(text or "")[-4000:].strip()
 
 
 def call(argv: Sequence[str], *, input: str | None = None, timeout: float = 60, check: bool = True) -> str:

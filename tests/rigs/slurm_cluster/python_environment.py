@@ -81,7 +81,7 @@ class PythonEnvironment:
         return self.source / "docs" / "examples"
 
 
-def python_environment(folder: Path, *, project: Path = PROJECT) -> PythonEnvironment:
+def python_environment(folder: Path) -> PythonEnvironment:
     """Make an environment for jobs in `folder`, which must not exist and whose parents must be open to all."""
     folder.mkdir(mode=0o755, parents=True)
     call([SYSTEM_PYTHON, "-m", "venv", "--without-pip", str(folder / "venv")])
@@ -92,21 +92,20 @@ def python_environment(folder: Path, *, project: Path = PROJECT) -> PythonEnviro
         mount_point.mkdir(mode=0o755)
     packages = list(mounts) or [_installed_packages(version)]
     environment = PythonEnvironment(folder=folder, mounts=mounts)
-    _copy_source(project, environment.source)
+    _copy_source(environment.source)
     paths = "".join(f"{path}\n" for path in (environment.source, *packages))
     (site_packages / "hpc_elastic_rig.pth").write_text(paths)
-    _write_metadata(project, site_packages, environment.bin)
+    _write_metadata(site_packages, environment.bin)
     call(["chmod", "-R", "a+rX", str(folder)])
     return environment
 
 
-def environment_of_root(folder: Path, root: Path, *, project: Path = PROJECT) -> PythonEnvironment:
+def environment_of_root(folder: Path, root: Path) -> PythonEnvironment:
     """The same for hosts with a root folder of their own, made by hand: of its Python, and what it has installed.
 
     Args:
         folder: Where; it must not exist, and is at the same place on the hosts.
         root: Has Python and all that jobs need but this project; no torch.
-        project: The checkout whose source it gets.
     """
     version = os.readlink(root / SYSTEM_PYTHON.lstrip("/")).removeprefix("python")
     environment = PythonEnvironment(folder=folder, mounts={})
@@ -117,9 +116,9 @@ def environment_of_root(folder: Path, root: Path, *, project: Path = PROJECT) ->
         (environment.bin / name).symlink_to(SYSTEM_PYTHON)
     told = f"home = {os.path.dirname(SYSTEM_PYTHON)}\ninclude-system-site-packages = true\nversion = {version}\n"
     (folder / "venv" / "pyvenv.cfg").write_text(told)
-    _copy_source(project, environment.source)
+    _copy_source(environment.source)
     (site_packages / "hpc_elastic_rig.pth").write_text(f"{environment.source}\n")
-    _write_metadata(project, site_packages, environment.bin)
+    _write_metadata(site_packages, environment.bin)
     # Jobs can't write byte code here; the root's Python sees the folder only where it is bound.
     program = (
         'mkdir -p "$1$2"; mount --bind "$2" "$1$2"; exec chroot "$1" "$3" -m compileall -q "$2/source/hpc_elastic"'
@@ -129,10 +128,10 @@ def environment_of_root(folder: Path, root: Path, *, project: Path = PROJECT) ->
     return environment
 
 
-def _copy_source(project: Path, target: Path) -> None:
+def _copy_source(target: Path) -> None:
     half_written = shutil.ignore_patterns("*.tmp*", "*.pyc.*")
     for name in COPIED:
-        source = project / name
+        source = PROJECT / name
         if source.is_dir():
             shutil.copytree(source, target / name, ignore=half_written, dirs_exist_ok=True)
         elif source.exists():
@@ -154,9 +153,9 @@ def _system_version() -> tuple[int, int]:
     return int(words[0]), int(words[1])
 
 
-def _write_metadata(project: Path, site_packages: Path, bin_folder: Path) -> None:
+def _write_metadata(site_packages: Path, bin_folder: Path) -> None:
     """Write what an installation of the project would: its metadata, entry points and console scripts."""
-    table = _pyproject(project)["project"]
+    table = _pyproject()["project"]
     info = site_packages / f"hpc_elastic-{__version__}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hpc_elastic\nVersion: {__version__}\n")
@@ -172,11 +171,11 @@ def _write_metadata(project: Path, site_packages: Path, bin_folder: Path) -> Non
         script.chmod(0o755)
 
 
-def _pyproject(project: Path) -> dict[str, Any]:
+def _pyproject() -> dict[str, Any]:
     """pyproject.toml, read by the system's Python where the running one has no tomllib (new in 3.11)."""
     program = "import json, sys, tomllib; json.dump(tomllib.load(open(sys.argv[1], 'rb')), sys.stdout)"
     interpreter = sys.executable if sys.version_info >= (3, 11) else SYSTEM_PYTHON
-    parsed: dict[str, Any] = json.loads(call([interpreter, "-S", "-c", program, str(project / "pyproject.toml")]))
+    parsed: dict[str, Any] = json.loads(call([interpreter, "-S", "-c", program, str(PROJECT / "pyproject.toml")]))
     return parsed
 
 

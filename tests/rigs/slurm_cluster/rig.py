@@ -275,7 +275,7 @@ class Rig:
         lines = self._root("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return {words[0]: words[1] for line in lines if len(words := line.split()) == 2}
 
-    def wait_nodes_ready(self, names: Sequence[str] | None = None, *, timeout: float = 30) -> None:
+    def wait_nodes_ready(self, names: Sequence[str] | None = None) -> None:
         """Wait until Slurm would run jobs on the nodes (all by default)."""
         wanted = names or self.node_names
 
@@ -283,7 +283,7 @@ class Rig:
             states = self.node_states()
             return all(states.get(name) in HEALTHY_STATES for name in wanted)
 
-        wait_until(ready, timeout=timeout, what=f"{' '.join(wanted)} are ready", interval=0.05)
+        wait_until(ready, timeout=30, what=f"{' '.join(wanted)} are ready", interval=0.05)
 
     def start_slurmctld(self) -> None:
         """Start the controller's daemon and wait until it listens; one that is running is fine."""
