@@ -9,7 +9,6 @@ def test_those_that_answer_end_by_it_and_dump_no_core() -> None:
     facts = run_stand_in(
         """
         import resource
-        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
         workers = [start('''
             import faulthandler, resource
             faulthandler.enable()
@@ -20,12 +19,7 @@ def test_those_that_answer_end_by_it_and_dump_no_core() -> None:
             read_line(worker.stdout_fd)
         os.kill(workers[1].pid, signal.SIGSTOP)
         until(lambda: tree.look_at(workers[1].pid).state == "T")
-        stopper = StacksThenStop(
-            find_targets([(worker, 0) for worker in workers]),
-            stop.GroupStopper(workers, grace=30, clock=clock),
-            clock=clock,
-        )
-        stopper.begin()
+        stopper = begin_with_stacks(workers)
         result = finish(stopper)
         report(
             codes=[result.exits[w.pid].exitcode for w in workers],
@@ -46,7 +40,6 @@ def test_the_main_thread_of_one_that_was_stopped_does_not_leave_its_place() -> N
     """Its other threads go on at the same time, and any of them could have the signal in place of the main thread."""
     facts = run_stand_in(
         """
-        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
         from hpc_elastic.failures.stacks import find_dump
         workers = [start('''
             import faulthandler, threading
@@ -67,12 +60,7 @@ def test_the_main_thread_of_one_that_was_stopped_does_not_leave_its_place() -> N
             read_line(out)
         for worker in workers:
             until(lambda: tree.look_at(worker.pid).state == "T")
-        stopper = StacksThenStop(
-            find_targets([(worker, 0) for worker in workers]),
-            stop.GroupStopper(workers, grace=30, clock=clock),
-            clock=clock,
-        )
-        stopper.begin()
+        stopper = begin_with_stacks(workers)
         finish(stopper)
         texts = []
         for _, err in pipes:
@@ -88,7 +76,6 @@ def test_the_main_thread_of_one_that_was_stopped_does_not_leave_its_place() -> N
 def test_one_that_holds_the_signal_back_answers_by_another_thread() -> None:
     facts = run_stand_in(
         """
-        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
         worker = start('''
             import faulthandler, threading
             faulthandler.enable()
@@ -98,10 +85,7 @@ def test_one_that_holds_the_signal_back_answers_by_another_thread() -> None:
             time.sleep(600)
         ''')
         read_line(worker.stdout_fd)
-        stopper = StacksThenStop(
-            find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
-        )
-        stopper.begin()
+        stopper = begin_with_stacks([worker])
         report(code=finish(stopper).exits[worker.pid].exitcode)
         """
     )
@@ -111,7 +95,6 @@ def test_one_that_holds_the_signal_back_answers_by_another_thread() -> None:
 def test_the_processes_of_a_loader_show_where_they_stood() -> None:
     facts = run_stand_in(
         """
-        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
         from hpc_elastic.failures.stacks import find_dump
         worker = start('''
             import faulthandler, multiprocessing
@@ -126,10 +109,7 @@ def test_the_processes_of_a_loader_show_where_they_stood() -> None:
         ''')
         out, err = worker.take_output()
         read_line(out)
-        stopper = StacksThenStop(
-            find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
-        )
-        stopper.begin()
+        stopper = begin_with_stacks([worker])
         finish(stopper)
         os.set_blocking(err, True)
         with open(err) as file:
@@ -152,10 +132,7 @@ def test_one_that_does_not_answer_is_ended_as_always() -> None:
             time.sleep(600)
         ''')
         read_line(worker.stdout_fd)
-        stopper = hang_stop.StacksThenStop(
-            hang_stop.find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
-        )
-        stopper.begin()
+        stopper = begin_with_stacks([worker])
         result = finish(stopper)
         report(code=result.exits[worker.pid].exitcode, pid=worker.pid,
                thread=stopper.state_of(worker.pid).threads[0].pid, where=stopper.state_of(worker.pid).whereabouts())
@@ -213,7 +190,6 @@ def test_who_hears_of_the_hang_later_has_its_stack_too() -> None:
 def test_a_hurry_gives_up_the_stacks() -> None:
     facts = run_stand_in(
         """
-        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
         worker = start('''
             signal.signal(signal.SIGABRT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -221,10 +197,7 @@ def test_a_hurry_gives_up_the_stacks() -> None:
             time.sleep(600)
         ''')
         read_line(worker.stdout_fd)
-        stopper = StacksThenStop(
-            find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
-        )
-        stopper.begin()
+        stopper = begin_with_stacks([worker])
         stopper.kill_now()
         result = finish(stopper)
         report(code=result.exits[worker.pid].exitcode, seconds=result.seconds)

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,10 @@ report(guardian=guard.pid, worker=worker.pid, daemon=daemon, sid=os.getsid(guard
        fds=sorted(os.readlink(f"/proc/{guard.pid}/fd/{n}") for n in os.listdir(f"/proc/{guard.pid}/fd")),
        held=tree.look_at(guard.pid).name)
 """
+_NEXT_AGENT = """
+tag = tree.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=frozenset(os.environ["JOBS"].split()))
+report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
+"""
 _STARTER = 'env -u HPC_ELASTIC_NODE_TAG sleep 600 >/dev/null 2>&1 & export SIBLING=$!; "$@"; exit $?'
 _WAIT = "time.sleep(600)\n"
 
@@ -49,15 +54,23 @@ def spawned() -> Iterator[list[int]]:
             os.kill(pid, signal.SIGKILL)
 
 
+def ends(pid: int) -> None:
+    until(lambda: not is_alive(pid), what=f"the end of process {pid}")
+
+
+def family_of(agent: StandIn, spawned: list[int]) -> dict[str, Any]:
+    """What an agent reported of its guardian, worker and daemon."""
+    facts = agent.report()
+    spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+    return facts
+
+
 def test_the_workers_of_an_agent_that_stays_stopped_are_ended(tmp_path: Path, spawned: list[int]) -> None:
-    with StandIn(
-        _AGENT + "report(code=until(worker.poll).exitcode)\n" + _WAIT,
-        env={**_env(tmp_path), "LIMIT": "1"},
-    ) as agent:
-        facts = agent.report()
-        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+    code = "report(code=until(worker.poll).exitcode)\n"
+    with StandIn(_AGENT + code + _WAIT, env={**_env(tmp_path), "LIMIT": "1"}) as agent:
+        facts = family_of(agent, spawned)
         os.kill(agent.pid, signal.SIGSTOP)
-        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
+        ends(facts["daemon"])
         assert is_alive(facts["guardian"])
         os.kill(agent.pid, signal.SIGCONT)
         assert agent.report()["code"] == -signal.SIGKILL, "it goes on, and sees what became of its workers"
@@ -71,10 +84,9 @@ for _ in range(20):
     report(worker=worker.pid, daemon=int(read_line(worker.stdout_fd)))
 """
     with StandIn(_AGENT + code + _WAIT, env={**_env(tmp_path), "LIMIT": "1"}) as agent:
-        facts = agent.report()
-        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        facts = family_of(agent, spawned)
         os.kill(agent.pid, signal.SIGSTOP)
-        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
+        ends(facts["daemon"])
         os.kill(agent.pid, signal.SIGCONT)  # the guardian is still looking for more
         new = agent.report()
         spawned += [new["worker"], new["daemon"]]
@@ -91,8 +103,7 @@ def test_guardian_ends_all_when_the_agent_is_killed(tmp_path: Path, spawned: lis
     )
     spawned.append(neighbour.pid)
     with StandIn(_AGENT + _WAIT, env={**_env(tmp_path), "LOCAL": str(local)}) as agent:
-        facts = agent.report()
-        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        facts = family_of(agent, spawned)
         assert facts["sid"] == facts["guardian"]
         assert facts["held"] == GUARDIAN_NAME
         assert facts["fds"][:3] == ["/dev/null"] * 3, "srun's pipes must not stay open in the guardian"
@@ -100,8 +111,8 @@ def test_guardian_ends_all_when_the_agent_is_killed(tmp_path: Path, spawned: lis
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(facts["guardian"], number)
         agent.kill()
-        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
-        until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+        ends(facts["daemon"])
+        ends(facts["guardian"])
         assert not is_alive(facts["worker"])
         assert not local.exists()
         assert neighbour.poll() is None
@@ -131,9 +142,7 @@ os.kill(daemon, 9)
 
 def test_guardian_sees_the_death_though_somebody_holds_its_pipe(tmp_path: Path, spawned: list[int]) -> None:
     code = (
-        """
-"""
-        + _AGENT
+        _AGENT
         + """
 os.set_inheritable(guard._control_fd, True)
 holder = subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True)
@@ -146,8 +155,8 @@ report(holder=holder.pid)
         holder = agent.report()["holder"]
         spawned += [facts["guardian"], facts["worker"], facts["daemon"], holder]
         agent.kill()
-        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
-        until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+        ends(facts["daemon"])
+        ends(facts["guardian"])
         assert is_alive(holder), "it carries no tag"
 
 
@@ -214,7 +223,7 @@ report(guardian=guard.pid, worker=worker.pid, clean=clean, daemon=daemon, tag=st
         ]
         try:
             agent.kill()
-            until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+            ends(facts["guardian"])
             assert [key for key in ("worker", "clean", "daemon") if is_alive(facts[key])] == []
             assert [process.poll() for process in look_alikes] == [None] * 4
         finally:
@@ -315,21 +324,12 @@ def test_a_job_that_a_worker_submitted_lives_on(tmp_path: Path, spawned: list[in
     ]
     spawned += [process.pid for process in others]
     with StandIn(_AGENT + _WAIT, env={**env, **job, "JOBS": agent_job}) as agent:
-        facts = agent.report()
-        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        facts = family_of(agent, spawned)
         agent.kill()
-        until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+        ends(facts["guardian"])
         assert not is_alive(facts["daemon"]), "what the agent's own job runs is ended"
     assert [process.poll() for process in others] == [None] * 3
-    left = run_stand_in(
-        """
-        jobs = frozenset(os.environ["JOBS"].split())
-        tag = tree.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
-        report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
-        """,
-        env={**env, **job, "JOBS": agent_job},
-    )
-    assert left == {"left": 0}
+    assert run_stand_in(_NEXT_AGENT, env={**env, **job, "JOBS": agent_job}) == {"left": 0}
     assert [process.poll() for process in others] == [None] * 3
     for process in others:
         process.kill()
@@ -342,18 +342,9 @@ def test_the_next_attempt_ends_what_the_last_one_left(
 ) -> None:
     env = _env(tmp_path)
     with StandIn(_AGENT + _WAIT, env={**env, "SLURM_JOB_ID": before, "JOBS": before}) as agent:
-        facts = agent.report()
-        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        facts = family_of(agent, spawned)
         os.kill(facts["guardian"], signal.SIGKILL)
         agent.kill()
         assert is_alive(facts["daemon"])
-    left = run_stand_in(
-        """
-        jobs = frozenset(os.environ["JOBS"].split())
-        tag = tree.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
-        report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
-        """,
-        env={**env, "SLURM_JOB_ID": now.split()[0], "JOBS": now},
-    )
-    assert left == {"left": 0}
+    assert run_stand_in(_NEXT_AGENT, env={**env, "SLURM_JOB_ID": now.split()[0], "JOBS": now}) == {"left": 0}
     assert not is_alive(facts["daemon"])

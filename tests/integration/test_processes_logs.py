@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.rigs.agent_stand_in import run_stand_in
 
@@ -62,6 +66,15 @@ def finished():
 """
 
 
+Play = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """Run code as an agent whose pump writes below `tmp_path`; what it reported."""
+    return lambda code, **environ: run_stand_in(_LOGS + code, env={"WHERE": str(tmp_path), **environ})
+
+
 def _rank(where: Path, rank: int) -> Path:
     return where / "round-000" / f"rank-{rank:05d}"
 
@@ -106,19 +119,15 @@ report(**finished())
     assert facts["stats"]["file_lost"] == facts["stats"]["job_log_dropped"] == facts["stats"]["open_streams"] == 0
 
 
-def test_one_gigabyte_without_a_newline_in_bounded_memory(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_one_gigabyte_without_a_newline_in_bounded_memory(tmp_path: Path, play: Play) -> None:
+    facts = play("""
 log = job_log.JobLog(os.open("/dev/null", os.O_WRONLY))
 pump = logs.LogPump(host="n01", clock=clock, job_log=log)
 before = rss("VmHWM")
 worker = run("block = bytes([255]) + b'x' * 99_999\\nfor _ in range(10_000): os.write(1, block)")
 grown = rss("VmHWM") - before
 report(code=worker.exit_status.exitcode, grown=grown, hwm=rss("VmHWM"), **finished())
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     log = _rank(tmp_path, 0) / "stdout.log"
     size = log.stat().st_size
     log.unlink()
@@ -130,10 +139,9 @@ report(code=worker.exit_status.exitcode, grown=grown, hwm=rss("VmHWM"), **finish
     assert facts["hwm"] < 30_000
 
 
-def test_stuck_job_log_holds_up_neither_worker_nor_file(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_stuck_job_log_holds_up_neither_worker_nor_file(tmp_path: Path, play: Play) -> None:
+    facts = play(
+        """
 before = rss("VmHWM")
 code = "line = b'y' * 99 + b'\\\\n'\\nfor _ in range(2000): os.write(1, line * 1000)"
 began = time.monotonic()
@@ -146,7 +154,7 @@ sink.go.set()
 facts = finished()
 report(drained=drained, grown=grown, seconds=seconds, **facts)
 """,
-        env={"WHERE": str(tmp_path), "STUCK": "1"},
+        STUCK="1",
     )
     assert facts["drained"]
     assert facts["seconds"] < 20
@@ -163,10 +171,9 @@ report(drained=drained, grown=grown, seconds=seconds, **facts)
     assert {len(line) for line in lines if line.startswith("[n01:0] yyyy")} == {107}, "no line is cut"
 
 
-def test_job_log_that_never_recovers_doesn_t_keep_the_agent(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_job_log_that_never_recovers_doesn_t_keep_the_agent(tmp_path: Path, play: Play) -> None:
+    facts = play(
+        """
 run("print('z' * 300_000)")
 log.write_line("never read")
 began = time.monotonic()
@@ -175,7 +182,7 @@ logged = log.close(0.3)
 seconds = time.monotonic() - began
 report(closed=closed, logged=logged, seconds=seconds, dropped=log.dropped)
 """,
-        env={"WHERE": str(tmp_path), "STUCK": "1"},
+        STUCK="1",
     )
     assert facts["closed"], "the files don't wait for the job log"
     assert not facts["logged"]
@@ -184,10 +191,8 @@ report(closed=closed, logged=logged, seconds=seconds, dropped=log.dropped)
     assert (_rank(tmp_path, 0) / "stdout.log").stat().st_size == 300_001
 
 
-def test_job_log_whose_reader_is_gone(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_job_log_whose_reader_is_gone(play: Play) -> None:
+    facts = play("""
 broken_r, broken_w = os.pipe()
 os.close(broken_r)
 broken = job_log.JobLog(broken_w)
@@ -195,21 +200,15 @@ for _ in range(3):
     broken.write_line("hello")
 closed = broken.close(5)
 report(closed=closed, dropped=broken.dropped)
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     assert facts == {"closed": False, "dropped": 18}
 
 
-def test_full_disk_costs_the_worker_nothing_and_is_said_once(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_full_disk_costs_the_worker_nothing_and_is_said_once(play: Play) -> None:
+    facts = play("""
 worker = run("for i in range(2000): os.write(1, b'0123456789' * 1000)", stdout=Path("/dev/full"), shown=Std.NONE)
 report(code=worker.exit_status.exitcode, **finished())
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     assert facts["code"] == 0
     assert facts["stats"]["file_lost"] == 20_000_000
     assert facts["text"].splitlines() == [
@@ -221,10 +220,8 @@ report(code=worker.exit_status.exitcode, **finished())
     assert facts["losses"] == [[0, "stdout", 20_000_000, 0]]
 
 
-def test_disk_that_has_room_again_is_used_again(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_disk_that_has_room_again_is_used_again(tmp_path: Path, play: Play) -> None:
+    facts = play("""
 really_write, full = os.write, threading.Event()
 def write(fd, data):
     if full.is_set() and os.readlink(f"/proc/self/fd/{fd}").endswith("stdout.log"):
@@ -247,9 +244,7 @@ until(worker.poll)
 drained = pump.drained(worker.pid, 10)
 worker.release()
 report(drained=drained, **finished())
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     assert facts["drained"]
     assert (_rank(tmp_path, 0) / "stdout.log").read_text() == (
         "first\n\n[… 7 bytes lost here: No space left on device]\nthird\n"
@@ -257,10 +252,8 @@ report(drained=drained, **finished())
     assert "[n01:0] second" in facts["text"], "the job log shows what the file lacks"
 
 
-def test_descendant_that_holds_the_pipe(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_descendant_that_holds_the_pipe(play: Play) -> None:
+    facts = play("""
 worker = start("print('mine', flush=True)\\nif os.fork() == 0: time.sleep(600)")
 pump.add(rank=0, worker=worker, stdout=WHERE / "round-000/rank-00000/stdout.log",
          stderr=WHERE / "round-000/rank-00000/stderr.log", shown=Std.ALL)
@@ -270,19 +263,15 @@ file = (WHERE / "round-000/rank-00000/stdout.log")
 until(lambda: file.exists() and file.read_text() == "mine\\n")
 stop_now([worker], clock=clock)
 report(before=before, after=pump.drained(worker.pid, 10), unknown=pump.drained(worker.pid, 0), **finished())
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     assert not facts["before"]
     assert facts["after"]
     assert facts["unknown"]
     assert facts["closed"]
 
 
-def test_waiting_partial_lines_and_progress_bars_are_shown(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_waiting_partial_lines_and_progress_bars_are_shown(tmp_path: Path, play: Play) -> None:
+    facts = play("""
 worker = run('''
 sys.stdout.write("loading model ...")
 sys.stdout.flush()
@@ -295,9 +284,7 @@ time.sleep(600)
 until(lambda: b"loading" in sink.text and b"100%" in sink.text)
 stop_now([worker], clock=clock)
 report(**finished())
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     lines = facts["text"].splitlines()
     assert "[n01:0] loading model ..." in lines
     bars = [line for line in lines if "step" in line]
@@ -307,11 +294,9 @@ report(**finished())
     assert (_rank(tmp_path, 0) / "stderr.log").read_bytes().count(b"\r") == 101
 
 
-def test_a_traceback_is_held_until_it_is_known_what_it_is_worth(tmp_path: Path) -> None:
+def test_a_traceback_is_held_until_it_is_known_what_it_is_worth(tmp_path: Path, play: Play) -> None:
     """The agent shows that of a worker that ended; one that was only logged is shown soon, and the rest after it."""
-    facts = run_stand_in(
-        _LOGS
-        + """
+    facts = play("""
 logs._HELD_S = 0.3
 raises = "print('before', file=sys.stderr); raise ValueError('bad %s')"
 shown = run(raises % "batch", rank=1)
@@ -326,9 +311,7 @@ assert pump.take_held(dropped.pid) and pump.take_held(logged.pid) is None
 unasked = run(raises % "end", rank=4)
 stop_now([logged], clock=clock)
 report(before=before, **finished())
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     assert "[n01:1] before\n" in facts["before"]
     assert "batch" not in facts["before"]
     assert "[n01:3] ZeroDivisionError: division by zero\n[n01:3] after\n" in facts["before"]
@@ -360,10 +343,8 @@ report(code=worker.exit_status.exitcode, **finished())
     assert victim.read_text() == "precious"
 
 
-def test_rounds_leave_no_descriptor_and_a_sleeping_pump_does_nothing(tmp_path: Path) -> None:
-    facts = run_stand_in(
-        _LOGS
-        + """
+def test_rounds_leave_no_descriptor_and_a_sleeping_pump_does_nothing(play: Play) -> None:
+    facts = play("""
 def one(rank):
     run("print('x')", rank=rank)
     return len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -384,9 +365,7 @@ stop_now([worker], clock=clock)
 facts = finished()
 report(first=first, last=last, idle=idle, after=threading.active_count(), outputs=len(pump._outputs),
        sources=len(log._sources))
-""",
-        env={"WHERE": str(tmp_path)},
-    )
+""")
     assert facts["first"] == facts["last"]
     assert facts["idle"] <= 2
     assert facts["after"] == 1

@@ -19,9 +19,7 @@ def test_workers_that_end_on_term_are_gone_at_once() -> None:
         workers = [start(ENDS_ON_TERM) for _ in range(4)]
         for worker in workers:
             read_line(worker.stdout_fd)
-        stopper = stop.GroupStopper(workers, grace=30, clock=clock)
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group(workers)
         report(codes=[result.exits[w.pid].exitcode for w in workers], killed=result.killed, left=len(result.left),
                seconds=result.seconds, children=tree.children(os.getpid()))
         """
@@ -37,9 +35,7 @@ def test_worker_that_ignores_term_is_killed_after_the_grace() -> None:
         """
         worker = start(IGNORES_TERM)
         read_line(worker.stdout_fd)
-        stopper = stop.GroupStopper([worker], grace=0.5, clock=clock)
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group([worker], grace=0.5)
         report(code=result.exits[worker.pid].exitcode, killed=result.killed, seconds=result.seconds)
         """
     )
@@ -55,9 +51,7 @@ def test_what_a_worker_left_behind_is_ended(behaviour: str) -> None:
         worker = start({behaviour})
         stray = int(read_line(worker.stdout_fd))
         assert is_alive(stray)
-        stopper = stop.GroupStopper([worker], grace=0.3, clock=clock)
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group([worker], grace=0.3)
         report(alive=is_alive(stray), left=len(result.left), killed=result.killed, children=tree.children(os.getpid()))
         """
     )
@@ -75,9 +69,7 @@ def test_daemon_that_listens_to_term_needs_no_kill() -> None:
             time.sleep(600)
         ''')
         daemon = int(read_line(worker.stdout_fd))
-        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group([worker])
         report(alive=is_alive(daemon), killed=result.killed, seconds=result.seconds)
         """
     )
@@ -98,9 +90,7 @@ def test_stopped_worker_gets_its_term(how: str) -> None:
             time.sleep(600)
         ''')
         until(lambda: tree.look_at(worker.pid).state == "T")
-        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
-        stopper.begin()
-        report(code=finish(stopper).exits[worker.pid].exitcode)
+        report(code=stop_group([worker]).exits[worker.pid].exitcode)
         """
     )
     assert facts["code"] == 11
@@ -270,9 +260,7 @@ def stop_runtime(script: str, *, grace: float) -> dict[str, Any]:
         from hpc_elastic.workers.handlers import Inside
         worker = start({source!r})
         output, _ = worker.take_output()
-        stopper = stop.GroupStopper([worker], grace={grace}, clock=clock, inside=Inside())
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group([worker], grace={grace}, inside=Inside())
         report(code=result.exits[worker.pid].exitcode, said=os.read(output, 4096).decode().split(),
                left=len(result.left), killed=result.killed, seconds=result.seconds,
                children=tree.children(os.getpid()))
@@ -335,9 +323,7 @@ def test_what_a_rank_has_started_gets_term_when_the_rank_has_ended(shell: bool) 
         worker = spawn.start_worker(argv=argv, env=dict(os.environ), cwd="/", inherited=inherited, clock=clock)
         output, _ = worker.take_output()
         read_line(output)
-        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group([worker])
         said = [read_line(output) for _ in range(3)]
         report(said=said, code=result.exits[worker.pid].exitcode, killed=result.killed, seconds=result.seconds)
         """
@@ -353,9 +339,7 @@ def test_what_a_rank_has_started_gets_term_before_the_grace_ends() -> None:
         worker = start({RANK_WITH_HELPER.replace("time.sleep(0.5)", "time.sleep(600)")!r})
         output, _ = worker.take_output()
         read_line(output)
-        stopper = stop.GroupStopper([worker], grace=4, clock=clock)
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group([worker], grace=4)
         said = [read_line(output) for _ in range(2)]
         report(said=said, code=result.exits[worker.pid].exitcode, killed=result.killed)
         """
@@ -369,9 +353,7 @@ def test_what_a_worker_that_succeeded_left_is_named_though_it_ends_at_once() -> 
         worker = start("import subprocess; subprocess.Popen(['sleep', '600']); print('started', flush=True)")
         read_line(worker.stdout_fd)
         until(worker.poll)
-        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
-        stopper.begin()
-        result = finish(stopper)
+        result = stop_group([worker])
         report(code=result.exits[worker.pid].exitcode, orphans=result.orphans)
         """
     )

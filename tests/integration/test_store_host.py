@@ -25,7 +25,8 @@ from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0
-needs_torch = pytest.mark.skipif(not torch_available(sys.executable), reason="torch is not installed")
+MakeServer = Callable[..., StoreServer]
+FakeTorch = Callable[..., str]
 
 WORKER = """
 import os, signal, sys, torch, torch.distributed as dist
@@ -70,6 +71,13 @@ def wait_for_state(server: StoreServer, *wanted: StoreState) -> StoreState:
     return state
 
 
+def serve(server: StoreServer) -> tuple[StoreState, int]:
+    """Whether it serves in the end, and the port."""
+    _, port = server.bind("127.0.0.1", None)
+    server.serve()
+    return wait_for_state(server, StoreState.SERVING, StoreState.FAILED), port
+
+
 def nobody_listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -79,7 +87,7 @@ def nobody_listens(port: int) -> bool:
 
 
 @pytest.fixture
-def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
+def make_server(tmp_path: Path) -> Iterator[MakeServer]:
     servers: list[StoreServer] = []
 
     def make(**environ: str) -> StoreServer:
@@ -96,7 +104,7 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
 
 
 @pytest.fixture
-def fake_torch(tmp_path: Path) -> Callable[..., str]:
+def fake_torch(tmp_path: Path) -> FakeTorch:
     """Makes a package `torch`, its extension module of `lean`, `torch.distributed` of `full`. Returns its folder."""
 
     def make(*, lean: str, full: str) -> str:
@@ -149,8 +157,7 @@ def start_worker(port: int, rank: int, world: int, tag: str) -> AbstractContextM
 
 
 @pytest.mark.torch
-@needs_torch
-def test_process_groups_form_in_every_round_whoever_died(make_server: Callable[..., StoreServer]) -> None:
+def test_process_groups_form_in_every_round_whoever_died(make_server: MakeServer) -> None:
     """Three rounds of other sizes on one process and one fixed port; rank 0 dies, then the last rank."""
     server = make_server()
     port = free_ports()
@@ -181,8 +188,7 @@ def test_process_groups_form_in_every_round_whoever_died(make_server: Callable[.
 
 
 @pytest.mark.torch
-@needs_torch
-def test_a_worker_that_connects_before_the_store_is_up_waits(make_server: Callable[..., StoreServer]) -> None:
+def test_a_worker_that_connects_before_the_store_is_up_waits(make_server: MakeServer) -> None:
     server = make_server()
     _, port = server.bind("127.0.0.1", None)
     with start(CLIENT, str(port)) as client:
@@ -203,8 +209,7 @@ def test_a_worker_that_connects_before_the_store_is_up_waits(make_server: Callab
 
 
 @pytest.mark.torch
-@needs_torch
-def test_it_outlives_terminations_and_loses_only_its_own_round(make_server: Callable[..., StoreServer]) -> None:
+def test_it_outlives_terminations_and_loses_only_its_own_round(make_server: MakeServer) -> None:
     server = make_server()
     port = free_ports()
     server.bind("localhost", port)
@@ -254,7 +259,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("when", ["starting", "serving"])
-def test_it_dies_with_its_agent(when: str, tmp_path: Path, fake_torch: Callable[..., str]) -> None:
+def test_it_dies_with_its_agent(when: str, tmp_path: Path, fake_torch: FakeTorch) -> None:
     """Also where it is in the middle of an import that never ends."""
     lean = "import time; time.sleep(600)" if when == "starting" else "raise ImportError"
     torch = fake_torch(lean=lean, full=FAKE_STORE)
@@ -271,33 +276,27 @@ def test_it_dies_with_its_agent(when: str, tmp_path: Path, fake_torch: Callable[
     ids=["crash", "import-error", "not-built-in"],
 )
 def test_where_the_lean_import_fails_torch_is_imported_as_a_whole(
-    accident: str, make_server: Callable[..., StoreServer], fake_torch: Callable[..., str]
+    accident: str, make_server: MakeServer, fake_torch: FakeTorch
 ) -> None:
     server = make_server(PYTHONPATH=fake_torch(lean=accident, full=FAKE_STORE))
     for _ in range(2):
-        _, port = server.bind("127.0.0.1", None)
-        server.serve()
-        assert wait_for_state(server, StoreState.SERVING, StoreState.FAILED) is StoreState.SERVING, server.failure
+        state, port = serve(server)
+        assert state is StoreState.SERVING, server.failure
         assert not nobody_listens(port)
         server.release()
         assert nobody_listens(port)
 
 
-def test_where_torch_does_not_import_at_all_the_reason_is_told(
-    make_server: Callable[..., StoreServer], fake_torch: Callable[..., str]
-) -> None:
+def test_where_torch_does_not_import_at_all_the_reason_is_told(make_server: MakeServer, fake_torch: FakeTorch) -> None:
     broken = "raise ImportError('libcudart.so.13: cannot open shared object file')"
     server = make_server(PYTHONPATH=fake_torch(lean=broken, full=broken))
-    _, port = server.bind("127.0.0.1", None)
-    server.serve()
-    assert wait_for_state(server, StoreState.SERVING, StoreState.FAILED) is StoreState.FAILED
+    state, port = serve(server)
+    assert state is StoreState.FAILED
     assert "libcudart.so.13" in server.failure
     assert nobody_listens(port)
 
 
-def test_a_store_that_fails_is_told_and_the_next_round_is_tried(
-    make_server: Callable[..., StoreServer], fake_torch: Callable[..., str]
-) -> None:
+def test_a_store_that_fails_is_told_and_the_next_round_is_tried(make_server: MakeServer, fake_torch: FakeTorch) -> None:
     failing = """
         class TCPStore:
             def __init__(self, *args, **kwargs):
@@ -305,15 +304,13 @@ def test_a_store_that_fails_is_told_and_the_next_round_is_tried(
     """
     server = make_server(PYTHONPATH=fake_torch(lean="raise ImportError", full=failing))
     for _ in range(2):
-        server.bind("127.0.0.1", None)
-        server.serve()
-        assert wait_for_state(server, StoreState.SERVING, StoreState.FAILED) is StoreState.FAILED
+        assert serve(server)[0] is StoreState.FAILED
         assert server.failure == "the server socket has gone"
 
 
 @pytest.mark.parametrize("stop", ["release", "close"])
 def test_a_port_is_freed_at_once_whatever_the_process_does(
-    stop: str, make_server: Callable[..., StoreServer], fake_torch: Callable[..., str]
+    stop: str, make_server: MakeServer, fake_torch: FakeTorch
 ) -> None:
     """The process hangs in its import, with the socket still on its way to it."""
     server = make_server(PYTHONPATH=fake_torch(lean="import time; time.sleep(600)", full=""))
@@ -341,13 +338,11 @@ def test_an_interpreter_that_is_not_there_is_a_failure_not_a_crash(tmp_path: Pat
 
 
 def test_what_the_process_printed_is_a_file_when_it_is_over(
-    make_server: Callable[..., StoreServer], fake_torch: Callable[..., str], tmp_path: Path
+    make_server: MakeServer, fake_torch: FakeTorch, tmp_path: Path
 ) -> None:
     crashes = "import sys; sys.exit('no such driver')"
     server = make_server(PYTHONPATH=fake_torch(lean=crashes, full=crashes))
-    server.bind("127.0.0.1", None)
-    server.serve()
-    assert wait_for_state(server, StoreState.SERVING, StoreState.FAILED) is StoreState.FAILED
+    assert serve(server)[0] is StoreState.FAILED
     assert "no such driver" in server.failure
     assert not (tmp_path / "store-host.log").exists()
     server.close()
@@ -355,9 +350,7 @@ def test_what_the_process_printed_is_a_file_when_it_is_over(
     assert (tmp_path / "store-host.log").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_process_that_can_not_come_is_given_up(
-    make_server: Callable[..., StoreServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_can_not_come_is_given_up(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a descriptor that it inherits lies on a mount that hangs: the fork's end is not seen."""
     goes_on = threading.Event()
     monkeypatch.setattr("hpc_elastic.agent.store_server._SPAWN_SECONDS", 0.2)
@@ -371,7 +364,7 @@ def test_a_process_that_can_not_come_is_given_up(
     assert server.pid is None
 
 
-def test_torch_is_looked_for_without_being_imported(fake_torch: Callable[..., str], tmp_path: Path) -> None:
+def test_torch_is_looked_for_without_being_imported(fake_torch: FakeTorch, tmp_path: Path) -> None:
     wrapper = tmp_path / "python-with-torch"
     folder = fake_torch(lean="", full="")
     (Path(folder) / "torch" / "__init__.py").write_text("raise SystemExit('imported')")

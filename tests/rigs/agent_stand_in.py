@@ -59,6 +59,20 @@ def finish(stopper):
         time.sleep(min(result, 0.01))
     return result
 
+def stop_group(workers, grace=30, **changes):
+    """Stop a group with SIGTERM first."""
+    stopper = stop.GroupStopper(workers, grace=grace, clock=clock, **changes)
+    stopper.begin()
+    return finish(stopper)
+
+def begin_with_stacks(workers):
+    """Begin to stop a group, each asked for its stack first."""
+    from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+    group = stop.GroupStopper(workers, grace=30, clock=clock)
+    stopper = StacksThenStop(find_targets([(worker, 0) for worker in workers]), group, clock=clock)
+    stopper.begin()
+    return stopper
+
 def stop_now(workers, *, clock=clock, **changes):
     """SIGKILL a group at once, and wait for its end."""
     stopper = stop.GroupStopper(workers, grace=0, clock=clock, **changes)
