@@ -54,7 +54,6 @@ def _find_theirs(folder: Path) -> str | None:
 
 
 def _run(job: str, *, search: str = "") -> Job:
-    """One scenario of `tests.rigs.inprocess_timing`."""
     with tempfile.TemporaryDirectory() as folder:
         (found,) = run_jobs(Path(folder), job, search=search)
     assert all(ending.exit_code == 0 for ending in found.ranks), found.output

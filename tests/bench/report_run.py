@@ -27,8 +27,6 @@ ROUND_SECONDS = 640.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
-    """How large a run."""
-
     nodes: int = 1024
     per_node: int = 8
     rounds: int = 100

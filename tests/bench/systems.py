@@ -34,8 +34,6 @@ class TookTooLong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is measured."""
-
     name: str
     commands: Callable[[Path, Sequence[str]], list[list[str]]]
     """Session folder, worker's argument list → the commands that start a job of `workers` workers."""
@@ -70,7 +68,6 @@ def ours(name: str = "hpc-elastic", *options: str, nodes: int = NODES, nproc: in
 
 
 def torchrun(name: str = "torchrun", *, restarts: int = 3) -> System:
-    """4 agents of torchrun's on this machine."""
     return System(
         name=name,
         commands=partial(_torchrun_commands, restarts=restarts),
@@ -145,7 +142,6 @@ class Session:
         return marked(MARK, self._mark)
 
     def agents(self) -> list[Process]:
-        """The agents, without helpers that are forks of them."""
         agents = [process for process in self.processes() if self.system.is_agent(process)]
         pids = {process.pid for process in agents}
         return [process for process in agents if process.parent not in pids]

@@ -25,7 +25,6 @@ from tests.rigs.waiting import until
 
 
 def site_on(mount: Path, rank: int) -> ProbeSite:
-    """One of two nodes."""
     folder, clock = mount / "runs" / "doctor" / "run" / "doctor", SystemClock()
     return ProbeSite(
         rank=rank, world_size=2, node=f"n{rank}", folder=folder, settings=ProbeSettings(python=sys.executable),

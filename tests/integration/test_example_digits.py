@@ -33,7 +33,6 @@ def final_loss(output: str) -> float:
 
 @pytest.fixture(scope="module")
 def undisturbed_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The final loss of one process, without any launcher."""
     folder = tmp_path_factory.mktemp("undisturbed")
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
     result = subprocess.run(

@@ -22,7 +22,6 @@ _UNTIL_TOLD = _MEET + 'wait_for("end")\n'
 
 
 def sleepers(run: LocalRun) -> list[Process]:
-    """The ``sleep`` processes that workers have started."""
     return [process for process in run.processes() if process.argv[:1] == ("sleep",)]
 
 

@@ -19,7 +19,6 @@ _ODD = "echo warming up >&2; echo fan 3 of GPU 2 stands still >&2; exit 4"
 
 
 def check(folder: Path, text: str) -> str:
-    """A user's check: a shell script."""
     path = folder / "check.sh"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o700)

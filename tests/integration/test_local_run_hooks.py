@@ -39,7 +39,6 @@ def setup_file(folder: Path, text: str) -> Path:
 
 
 def hooked(run: LocalRun, command: str) -> list[dict[str, Any]]:
-    """The ends of one command."""
     return [event for event in run.events("user_command_ended") if event["command"] == command]
 
 

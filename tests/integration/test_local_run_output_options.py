@@ -214,13 +214,10 @@ folder = Path(sys.argv[1])
 spec = WorkerSpec("default", 1, str(folder / "train.py"), (), handler_at(folder / "rdzv"), max_restarts=0)
 LocalElasticAgent(spec, log_dir=folder / "logs", redirects="3", log_limit=PieceLimit(size=3000, count=3)).run()
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60, env=_with_path())
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60, env=env)
     pieces = sorted(path.name for path in (tmp_path / "logs").rglob("stdout.log*"))
     assert pieces == ["stdout.log", "stdout.log.000", "stdout.log.002"]
-
-
-def _with_path() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def test_lines_with_a_text_are_duplicated_into_a_file(tmp_path: Path) -> None:

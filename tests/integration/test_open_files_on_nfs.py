@@ -31,7 +31,6 @@ MINUTE = MountSettings(attributes=60, directories=60)
 
 @pytest.fixture
 def clients(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """The same folder on two hosts."""
     require_fuse()
     with NfsEmulator(tmp_path, settings=MINUTE) as emulator:
         yield emulator.paths[0], emulator.paths[1]

@@ -27,7 +27,6 @@ SETTINGS = RendezvousSettings(
 
 
 def settled(nodes: list[ThreadNode], members: set[int]) -> bool:
-    """Whether all nodes run in one round of exactly these members."""
     finals = [node.final for node in nodes]
     return len({final and final.round for final in finals}) == 1 and all(
         final is not None and {member.node for member in final.members} == members for final in finals

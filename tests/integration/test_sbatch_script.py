@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def script_of(options: SbatchOptions, run_dir: str, *command: str) -> str:
     return render_script(options, run_dir=run_dir, command=["/bin/sh", *command])
 
 
+def outcome(text: str, folder: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The script's end in a shell."""
+    script = folder / "job.sbatch"
+    script.write_text(text, encoding="utf-8", errors="surrogateescape")
+    return subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+
+
+def shown(expression: str, folder: Path, env: Mapping[str, str] | None = None) -> str:
+    """What a supervisor that prints this Python expression sees."""
+    command = [sys.executable, "-c", f"import os, signal; print({expression})"]
+    done = outcome(render_script(SbatchOptions(), run_dir=str(folder), command=command), folder, env)
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
 @pytest.fixture(scope="module")
 def shellcheck() -> str:
     found = shutil.which("shellcheck")
@@ -66,62 +82,41 @@ def test_the_supervisor_gets_its_arguments_as_they_are(value: str, tmp_path: Pat
     run_dir = tmp_path / value.replace("/", "_")
     run_dir.mkdir()
     show = "import sys; print(ascii(sys.argv[1:]))"
-    script = tmp_path / "job.sbatch"
     text = render_script(
         SbatchOptions(output="x"), run_dir=str(run_dir), command=[sys.executable, "-c", show, value, str(run_dir)]
     )
-    script.write_text(text, encoding="utf-8", errors="surrogateescape")
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    done = outcome(text, tmp_path)
     assert done.stderr == ""
     assert done.stdout.strip() == ascii([value, str(run_dir)])
 
 
 @pytest.mark.parametrize("submitter", [{"HPC_ELASTIC_TAG": "a:host:b"}, {"HPC_ELASTIC_NODE_TAG": "a:host"}, {}])
 def test_a_job_that_a_worker_submitted_by_hand_is_none_of_its_run(submitter: dict[str, str], tmp_path: Path) -> None:
-    show = "import os; print(sorted(name for name in os.environ if name.startswith(('HPC', 'TORCHEL', 'RANK'))))"
-    script = tmp_path / "job.sbatch"
-    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=[sys.executable, "-c", show]))
+    show = "sorted(name for name in os.environ if name.startswith(('HPC', 'TORCHEL', 'RANK')))"
     env = {**submitter, "HPC_ELASTIC_NODES": "2", "RANK": "7", "TORCHELASTIC_RUN_ID": "x", "PATH": os.environ["PATH"]}
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
     kept = [] if submitter else ["RANK", "TORCHELASTIC_RUN_ID"]
-    assert (done.stdout.strip(), done.stderr) == (str(["HPC_ELASTIC_NODES", *kept]), "")
+    assert shown(show, tmp_path, env) == str(["HPC_ELASTIC_NODES", *kept])
 
 
 def test_what_the_node_does_not_see_is_said(tmp_path: Path) -> None:
-    script = tmp_path / "job.sbatch"
-    script.write_text(script_of(SbatchOptions(), str(tmp_path / "not %s here"), "-c", "echo started"))
     env = {**os.environ, "SLURMD_NODENAME": "n7"}
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    done = outcome(script_of(SbatchOptions(), str(tmp_path / "not %s here"), "-c", "echo started"), tmp_path, env)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"hpc-elastic: the run directory {tmp_path}/not %s here is not on node n7: ")
-    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=["/no/python3"]))
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    done = outcome(render_script(SbatchOptions(), run_dir=str(tmp_path), command=["/no/python3"]), tmp_path, env)
     assert done.returncode == 2
     assert "the interpreter /no/python3 is not on node n7" in done.stderr
 
 
 def test_a_notice_during_the_set_up_does_not_end_the_job(tmp_path: Path) -> None:
     """The trap is inherited through exec: the supervisor begins with USR2 ignored."""
-    show = "import signal; print(signal.getsignal(signal.SIGUSR2))"
-    script = tmp_path / "job.sbatch"
-    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=[sys.executable, "-c", show]))
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
-    assert done.stdout.strip() in ("Handlers.SIG_IGN", "1")
+    assert shown("signal.getsignal(signal.SIGUSR2)", tmp_path) in ("Handlers.SIG_IGN", "1")
 
 
 def test_the_shape_of_the_job_is_not_handed_on(tmp_path: Path) -> None:
-    show = "import os; print(sorted(k for k in os.environ if k.startswith('SLURM')))"
-    script = tmp_path / "job.sbatch"
-    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=[sys.executable, "-c", show]))
-    env = {
-        **os.environ,
-        "SLURM_JOB_ID": "1",
-        "SLURM_NTASKS": "9",
-        "SLURM_CPUS_PER_TASK": "2",
-        "SLURM_TRES_PER_TASK": "cpu=2",
-    }
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
-    assert done.stdout.strip() == "['SLURM_JOB_ID']"
+    env = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SLURM_CPUS_PER_TASK": "2", "SLURM_TRES_PER_TASK": "cpu=2"}
+    show = "sorted(k for k in os.environ if k.startswith('SLURM'))"
+    assert shown(show, tmp_path, {**os.environ, **env}) == "['SLURM_JOB_ID']"
 
 
 @pytest.fixture(scope="module")

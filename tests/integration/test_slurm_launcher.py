@@ -55,8 +55,6 @@ exit 233
 
 
 class Srun:
-    """The fake, its plans and what it was called with."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "bin").mkdir()

@@ -72,13 +72,11 @@ class Torchruns:
         return agent
 
     def coordinator(self) -> int:
-        """The task of the agent that coordinates."""
         newest = max(self.shared.glob("*/epoch-*/log/*"))
         leader: str = json.loads(os.readlink(newest).partition(" ")[2])["leader"]
         return int(leader.partition("-")[0])
 
     def lose(self, *agents: subprocess.Popen[bytes]) -> None:
-        """All processes of these nodes, at once."""
         for agent in agents:
             os.killpg(agent.pid, signal.SIGKILL)
         for agent in agents:

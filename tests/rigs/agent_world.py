@@ -47,8 +47,6 @@ LOOKS_TO_STOP = 2
 
 @dataclass(eq=False)
 class Worker:
-    """A process."""
-
     agent: str
     """Uid of the one that started it."""
     node: int
@@ -130,12 +128,10 @@ class ListedWorkers(FakeWorkers):
     # -- what happens to them ------------------------------------------------------------------------------------
 
     def break_down(self, message: str = "boom") -> None:
-        """One fails."""
         if not (self.failed or self.succeeded or self.stopping):
             self.fall(failure(self.layout.first_rank, message=message, fingerprint=message))
 
     def finish(self) -> None:
-        """All end with 0."""
         if not (self.failed or self.succeeded or self.stopping):
             super().finish()
             for worker in self.mine():
@@ -463,12 +459,10 @@ class AgentWorld(World):
         return all(node.is_settled(record.round) for node in self.agents if record.member(node.info.uid) is not None)
 
     def is_over(self) -> bool:
-        """The run is closed, and every agent that lived has ended."""
         record = self.newest()
         return record is not None and record.status is Status.CLOSED and not any(node.alive for node in self.nodes)
 
     def finish(self) -> None:
-        """Whoever's workers run, they end with 0."""
         for node in self.agents:
             if node.alive and node.workers is not None and node.workers.started and node.agent.phase is Phase.RUNNING:
                 node.workers.finish()

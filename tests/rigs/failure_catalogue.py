@@ -68,7 +68,6 @@ class Catalogue:
         return LocalRun(self.folder, script, options=["--max-restarts", "0", *options], **settings)
 
     def told(self, run: LocalRun) -> Told:
-        """What the run's report.json says."""
         report = run.report()
         verdict = report["verdict"]
         failure, lost = verdict["failure"], verdict["lost_node"]

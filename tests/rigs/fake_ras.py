@@ -12,8 +12,6 @@ from typing import Any
 
 
 class Fault(Enum):
-    """What is wrong with it."""
-
     NONE = "none"
     SLOW = "slow"
     """It takes the commands and never answers STATUS."""

@@ -38,8 +38,6 @@ RUN_SECONDS = 150.0
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a test can stand on here."""
-
     reason: str = ""
     """Why no test can run here; empty: they can."""
     gpu: str = "none"

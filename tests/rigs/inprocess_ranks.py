@@ -34,8 +34,6 @@ RANKS_AT_ONCE = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What became of one rank."""
-
     exit_code: int
     """As `subprocess.Popen.returncode`."""
     result: Any
@@ -46,8 +44,6 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What became of all."""
-
     ranks: list[Ending]
     output: str
     folder: Path
@@ -86,7 +82,6 @@ def run_jobs(folder: Path, *jobs: str, search: str = "") -> list[Job]:
 
 
 def run_ranks(scenario: str, count: int, folder: Path, **options: object) -> Job:
-    """As `run_jobs`, for one."""
     return run_jobs(folder, ":".join([scenario, str(count), *(f"{name}={value}" for name, value in options.items())]))[
         0
     ]

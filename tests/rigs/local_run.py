@@ -235,7 +235,6 @@ class LocalRun:
             time.sleep(_POLL)
 
     def log(self) -> str:
-        """What the run printed: the job log."""
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self) -> str:
@@ -243,7 +242,6 @@ class LocalRun:
 
     @property
     def paths(self) -> RunPaths:
-        """The run directory."""
         if self._run_dir is None:
             self._run_dir = self.until(
                 lambda: next((path.parent for path in self.runs.glob("*/run.json")), None),
@@ -331,7 +329,6 @@ class LocalRun:
         return any(tag.startswith(self.uid) for tag in tags)
 
     def front(self) -> int:
-        """The pid of the process that was started."""
         assert self._supervisor is not None
         return self._supervisor.pid
 
@@ -375,11 +372,9 @@ class LocalRun:
         return [p for p in self.processes() if p.parent == agent.pid and p.pid in started]
 
     def is_alive(self, pid: int) -> bool:
-        """Whether one of the run's processes has this pid."""
         return any(process.pid == pid for process in self.processes())
 
     def below(self, process: Process) -> list[Process]:
-        """A process' descendants among the run's own."""
         return below(process.pid, self.processes())
 
     def tagged(self, node: int) -> list[Process]:
@@ -401,7 +396,6 @@ class LocalRun:
             raise AssertionError("left behind: " + "; ".join(left) + f"\n{self.log_tail()}")
 
     def left(self) -> list[str]:
-        """What the run left behind, in words."""
         found = [f"process {process}" for process in self.processes()]
         found += [f"socket {inode}" for inode in sockets_left(self._sockets)]
         for top in (self.tmp, self.folder / "home"):

@@ -28,8 +28,6 @@ class AgentState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarts:
-    """What came of it."""
-
     early: AgentState
     late: AgentState
     seconds: float
@@ -45,7 +43,6 @@ class Restarts:
 
     @property
     def kib_each(self) -> float:
-        """Of memory."""
         return (self.late.resident - self.early.resident) * 1e6 / 1024 / max(1, self.late.rounds - self.early.rounds)
 
 
@@ -72,7 +69,6 @@ def restart(folder: Path, *, rounds: int, warm: int, environ: Mapping[str, str] 
 
 
 def _rounds(run: LocalRun) -> int:
-    """The newest round's number."""
     found = [int(path.name.partition("-")[2]) for path in run.attempt().root.glob("round-*")]
     return max(found, default=-1)
 

@@ -79,7 +79,6 @@ class ThreadNode:
             self.coordination.ask(lambda participant: participant.join())
 
     def fail(self) -> None:
-        """A worker of this node has failed."""
         index = self._running
         failure = NodeFailure(node=self.index, fingerprint="E", failure_class="root", retryable=True, message="E")
         self.coordination.ask(lambda participant: participant.claims.report_failure(index, failure))

@@ -338,7 +338,6 @@ class World:
         )
 
     def check(self) -> None:
-        """The invariants of the log."""
         numbers = sorted(int(name) for name in self.store.list("log"))
         new = set(numbers) - set(self.history)
         for number in numbers:

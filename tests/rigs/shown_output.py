@@ -81,8 +81,6 @@ RACES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fence of a page."""
-
     page: Path
     session: str
     """Empty where no mark stands above it."""
@@ -94,7 +92,6 @@ class Block:
 
     @property
     def shown(self) -> list[str]:
-        """The lines that a program printed."""
         text = (
             re.sub(r"^\s*\$ (?:.*\\\n)*.*$", "", self.text, flags=re.MULTILINE)
             if self.language == "console"
@@ -133,8 +130,6 @@ def has_output(block: Block) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a program printed."""
-
     output: str
     folder: Path
     """Everything lay below it."""

@@ -56,7 +56,6 @@ class SlurmRuns:
         user: str = user,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command line on the login host."""
         return self.cluster.run(["hpc-elastic", *arguments], user=user, cwd=self.folder, timeout=timeout, env=env)
 
     def submit(self, *arguments: str) -> Run:
@@ -91,8 +90,6 @@ class SlurmRuns:
 
 
 class Run:
-    """One submitted run."""
-
     def __init__(self, runs: SlurmRuns, *, job: str, root: Path, done: subprocess.CompletedProcess[str] | None) -> None:
         self.runs = runs
         self.job = job
@@ -107,7 +104,6 @@ class Run:
             return ""
 
     def wait_log(self, condition: Callable[[str], bool], *, timeout: float = 90) -> str:
-        """Wait until the job log is as wanted."""
         timeout *= CROWDED
         deadline = time.monotonic() + timeout
         while not condition(text := self.log):
@@ -116,7 +112,6 @@ class Run:
         return text
 
     def wait_end(self, *, timeout: float = 90) -> str:
-        """Wait until Slurm says that the job has ended. Returns its state."""
         return self.runs.cluster.wait_job(self.job, timeout=timeout)
 
     def report(self, attempt: int = 0) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 
 def make_spec(**changes: Any) -> RunSpec:
-    """Of a run ``run`` of train.py."""
     facts: dict[str, Any] = {
         "run_id": "run",
         "uid": "0" * 32,
@@ -23,7 +22,6 @@ def make_spec(**changes: Any) -> RunSpec:
 
 
 def make_attempt(**changes: Any) -> AttemptInfo:
-    """The first attempt of a Slurm job on one node."""
     facts: dict[str, Any] = {"number": 0, "cluster": "slurm", "nodes": ("n1",), "batch_host": "n1", "started_ns": 0}
     return AttemptInfo(**{**facts, **changes})
 

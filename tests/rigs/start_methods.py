@@ -99,7 +99,6 @@ class Starter:
             self.server.handle()
 
     def ready(self) -> None:
-        """Begin the server, and wait until it has imported all."""
         self.server.start()
         self.until(ServerState.READY)
 
@@ -108,12 +107,10 @@ class Starter:
         return sum(isinstance(event, ForkServerReady) for event in self.events)
 
     def log(self) -> str:
-        """What the server itself printed."""
         path = self.folder / "server.log"
         return path.read_text() if path.exists() else ""
 
     def spawn(self, **env: str) -> WorkerProcess:
-        """A fresh interpreter."""
         return start_worker(
             argv=self.command,
             env={**self.base, **env},
@@ -124,7 +121,6 @@ class Starter:
         )
 
     def fork(self, **env: str) -> WorkerProcess:
-        """A fork of the server."""
         (found,) = self.server.fork_workers([{**self.base, **env}])
         assert found is not None, f"{self.server.why_fresh}\n{self.log()}"
         return found

@@ -20,8 +20,6 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What came of it."""
-
     total: int | None
     """What the store says at the end; None where a rank did not come to its end."""
     sums: list[int]

@@ -72,7 +72,6 @@ class OddError(Exception):
 
 
 def killed_once(folder: Path) -> int:
-    """Rank 0 dies in the first round."""
     if rank() == 0 and not (folder / "killed").exists():
         touch(folder, "killed")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -44,8 +44,6 @@ VIRTUAL_MACHINE = {
 
 
 class Shape(Struct, frozen=True, kw_only=True):
-    """One machine."""
-
     sockets: int = 1
     nodes_per_socket: int = 1
     complexes_per_node: int = 1
@@ -130,7 +128,6 @@ class SysTree:
 
 
 def write_tree(folder: Path, files: Mapping[str, str]) -> None:
-    """A captured tree."""
     for name, text in files.items():
         write(folder / name, text)
 

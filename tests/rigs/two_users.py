@@ -91,7 +91,6 @@ class User:
         timeout: float = 30 * CROWDED,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; see `popen`."""
         with self.popen(argv, cwd=cwd, env=env) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)
@@ -122,15 +121,12 @@ class User:
         timeout: float = 30 * CROWDED,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command line; see `run`."""
         return self.run(["hpc-elastic", *map(str, arguments)], cwd=cwd, env=env, timeout=timeout, check=check)
 
     def pids(self) -> list[int]:
-        """This user's processes."""
         return [pid for pid in all_pids() if _uid_of(pid) == self.uid]
 
     def kill_all(self) -> None:
-        """End them."""
         _kill_all(self.uid, self.name)
 
 

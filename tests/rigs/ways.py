@@ -122,7 +122,6 @@ class Tracer:
         return {"PYTHONPATH": f"{self._folder}:{pythonpath}", "WAYS_TRACE": str(self._folder)}
 
     def calls(self) -> list[Call]:
-        """In the order of time."""
         path = self._folder / "calls"
         found = [line.split(" ", 2) for line in path.read_text().splitlines()] if path.exists() else []
         return sorted((Call(at_ns=int(at), pid=int(pid), key=key) for at, pid, key in found), key=lambda c: c.at_ns)

@@ -118,8 +118,6 @@ def _event(*names: str) -> Callable[[Asked, Told], str]:
 
 
 def _attempt_ended(*signals: str) -> Callable[[Asked, Told], str]:
-    """An attempt that ended by one of these signals."""
-
     def find(asked: Asked, told: Told) -> str:
         for attempt in told.report["attempts"]:
             if not attempt["ended_ns"] or not _in_time(asked, attempt["ended_ns"]):

@@ -45,8 +45,6 @@ class Effect(str, Enum):
 
 
 class Nature(Struct, frozen=True, kw_only=True):
-    """What is fixed about a kind."""
-
     title: str
     """What happens, in words."""
     weight: int

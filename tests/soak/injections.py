@@ -84,7 +84,6 @@ class RunInjector:
         }
 
     def can_do(self, kind: Kind) -> bool:
-        """Whether this rig can."""
         if kind is Kind.DISK_FULL:
             return self.cluster.settings.fs is not None
         if kind is Kind.PREEMPTION:
@@ -106,7 +105,6 @@ class RunInjector:
         return injection
 
     def finish(self) -> None:
-        """Wait until all that lasts is undone."""
         for thread in self._threads:
             thread.join()
 
@@ -116,7 +114,6 @@ class RunInjector:
         return self.cluster.job_info(self.run.job).get("BatchHost", "")
 
     def has_supervisor(self) -> bool:
-        """Whether the batch script's process lives."""
         host = self.batch_host()
         return any("batch" in line and "hpc" in line for _, line in self._of_user(host)) if host else False
 

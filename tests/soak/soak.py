@@ -52,8 +52,6 @@ _LOOK = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How the run is asked for."""
-
     partition: str = PARTITION
     """Empty: the rig's own."""
     nodes: str = "2-3"
@@ -69,8 +67,6 @@ class Size:
 
 @dataclass(kw_only=True)
 class SoakResult:
-    """What it came to."""
-
     injections: list[Injection] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
@@ -82,8 +78,6 @@ class SoakResult:
 
 
 class Soak:
-    """One soak on a rig that is up."""
-
     def __init__(
         self,
         cluster: SlurmCluster,

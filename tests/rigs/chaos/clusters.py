@@ -29,8 +29,6 @@ LAST_CALL_SECONDS = 6.0
 
 
 class Cluster:
-    """Real processes of a run."""
-
     def __init__(self, folder: Path, place: Place, plan: Plan) -> None:
         self.stage = folder / "stage"
         """On this machine's own disk: journals, and words to the workers."""
@@ -46,7 +44,6 @@ class Cluster:
         """What a scheduler would do, called again and again; the agents' supervisor does it itself."""
 
     def processes(self, node: int) -> list[Proc]:
-        """All that runs on the node."""
         raise NotImplementedError
 
     def agent(self, node: int) -> Proc | None:
@@ -56,29 +53,24 @@ class Cluster:
         raise NotImplementedError
 
     def store(self) -> Path:
-        """The rendezvous' folder, from outside."""
         raise NotImplementedError
 
     def lose(self, node: int) -> None:
-        """No new agent there any more."""
         raise NotImplementedError
 
     def set_clock(self, node: int, offset: float) -> None:
         set_clock(self.stage, node, offset)
 
     def finish(self) -> None:
-        """The workers end their work."""
         (self.stage / "finish").touch()
 
     def left(self) -> list[Proc]:
-        """All living processes of the run."""
         raise NotImplementedError
 
     def ended(self) -> bool:
         raise NotImplementedError
 
     def end_complaints(self, *, too_few: bool) -> list[str]:
-        """What is wrong with how it ended."""
         raise NotImplementedError
 
     def log(self) -> str:

@@ -21,8 +21,6 @@ def now() -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Injection:
-    """An action that was carried out."""
-
     action: Action
     nodes: tuple[int, ...]
     """Whom it hit."""
@@ -43,8 +41,6 @@ class SeenRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """One worker in one round, by its own journal."""
-
     node: int
     agent: str
     pid: int
@@ -60,8 +56,6 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """All of it."""
-
     schedule: Schedule
     injections: list[Injection] = field(default_factory=list)
     records: list[SeenRecord] = field(default_factory=list)

@@ -34,7 +34,6 @@ class Place:
     """What can be done here; each kind that is not done to processes has its methods below."""
 
     def path(self, node: int) -> Path:
-        """The folder as this node sees it."""
         raise NotImplementedError
 
     def mount(self, node: int) -> int:

@@ -45,8 +45,6 @@ class ChaosRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosResult:
-    """How it went."""
-
     run: ChaosRun
     complaints: list[str]
     gaps: list[str]
@@ -91,7 +89,6 @@ caches, from one an hour ahead; and the real network filesystems."""
 
 
 def plan_of(run: ChaosRun) -> Plan:
-    """The frame of its schedule."""
     return Plan(
         nodes=run.nodes,
         min_nodes=run.min_nodes,
@@ -111,7 +108,6 @@ def _kinds(place: str) -> tuple[Kind, ...]:
 
 
 def run_chaos(run: ChaosRun, *, say: Callable[[str], None] = lambda _: None, keep: bool = False) -> ChaosResult:
-    """Disturb a run and judge it."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     began = time.monotonic()
     complaints: list[str] = ["it did not come to a judgement"]

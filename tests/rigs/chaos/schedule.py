@@ -12,8 +12,6 @@ COORDINATOR = -1
 
 
 class Kind(str, Enum):
-    """What is done to the run."""
-
     KILL_AGENT = "kill_agent"
     """SIGKILL to the agent alone: its guardian has to clear up, a new agent comes."""
     KILL_NODE = "kill_node"
@@ -66,8 +64,6 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The frame of one chaotic run."""
-
     nodes: int
     min_nodes: int
     bursts: int

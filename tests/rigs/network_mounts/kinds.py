@@ -12,8 +12,6 @@ from tests.rigs.network_mounts.location import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One filesystem."""
-
     name: str
     start: Callable[[Site], None]
     packages: Mapping[str, str]

@@ -36,7 +36,6 @@ class Site:
             path.mkdir(exist_ok=True)
 
     def write(self, name: str, text: str, *, mode: int = 0o644) -> Path:
-        """A file in the rig's folder."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -59,7 +58,6 @@ class Site:
             )
 
     def serve(self, name: str, argv: Sequence[str | Path]) -> subprocess.Popen[bytes]:
-        """Start a daemon of the server's side."""
         self.servers.append(self.spawn(name, argv))
         return self.servers[-1]
 
@@ -73,7 +71,6 @@ class Site:
         return [*(server.pid for server in self.servers), *self.other_server_pids]
 
     def call(self, argv: Sequence[str | Path], *, seconds: float = 120.0) -> str:
-        """Run a command to its end."""
         done = subprocess.run(
             [os.fspath(word) for word in argv],
             cwd=self.folder,

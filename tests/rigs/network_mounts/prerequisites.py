@@ -46,6 +46,5 @@ def require_mounts(kind: str) -> None:
 
 
 def install_prerequisites() -> None:
-    """Install the Debian packages that are missing."""
     debian_packages.install(PACKAGES)
     missing_prerequisites.cache_clear()

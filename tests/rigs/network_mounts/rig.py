@@ -86,7 +86,6 @@ class NetworkMounts:
 
     @property
     def server_disk(self) -> Path:
-        """Where the server keeps its data."""
         assert self._folder is not None
         return self._folder / "server"
 
@@ -102,7 +101,6 @@ class NetworkMounts:
         cut(self.paths)
 
     def logs(self) -> str:
-        """The ends of all daemons' logs."""
         return str(self._tell("logs")["logs"])
 
     def _tell(self, command: str) -> dict[str, Any]:

@@ -84,7 +84,6 @@ class Network:
         _batch(name, "link set lo up", f"address add {address}", "link set eth0 up")
 
     def set_link(self, node: int, *, up: bool) -> None:
-        """Pull a node's cable, or plug it in again."""
         _batch(self._switch, f"link set n{node} {'up' if up else 'down'}")
 
     def lose_from(self, node: int) -> None:

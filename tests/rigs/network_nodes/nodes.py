@@ -47,8 +47,6 @@ while not os.path.exists(f"{stage}/end"):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker, as seen from outside its node."""
-
     pid: int
     rank: int
     round: int
@@ -200,7 +198,6 @@ class NetworkRun:
     # -- what can be seen
 
     def until(self, condition: Callable[[], Any], what: str, *, within: float = 90.0) -> Any:
-        """Wait for a condition to be true. Returns its value."""
         deadline = time.monotonic() + within
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -231,7 +228,6 @@ class NetworkRun:
         return value - 1
 
     def workers(self, round_index: int) -> dict[int, Worker]:
-        """The living workers of a round by node."""
         found = {}
         for process in marked(MARK, self.mark):
             environ = process.environ
@@ -257,7 +253,6 @@ class NetworkRun:
         return value
 
     def coordinator(self) -> int:
-        """The node that coordinates."""
         return int(str(self.newest_record()["leader"]).partition("-")[0])
 
     def log_path(self, node: int) -> Path:

@@ -151,7 +151,6 @@ class NfsEmulator:
         return self._folder / f"control-{number}"
 
     def pid(self, mount: int) -> int:
-        """Of the mount's process."""
         return self._processes[mount].pid
 
     def control(self, command: str, mount: int | None = None, **arguments: Any) -> list[dict[str, Any]]:

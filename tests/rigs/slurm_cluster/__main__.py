@@ -84,7 +84,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says."""
     options = _parser().parse_args(arguments)
     try:
         if options.command == "install":

@@ -79,11 +79,9 @@ class SlurmCluster(Rig):
             self.wait_nodes_ready([name])
 
     def cut_link(self, name: str) -> None:
-        """Pull the host's network cable."""
         self._hosts.set_link(name, up=False)
 
     def heal_link(self, name: str) -> None:
-        """Plug the host's network cable in again."""
         self._hosts.set_link(name, up=True)
 
     @contextmanager
@@ -145,7 +143,6 @@ class SlurmCluster(Rig):
             self._hosts.start_daemon(name, configuration.munged_command(self.layout))
 
     def drain(self, name: str) -> None:
-        """Let Slurm start nothing new on the node."""
         self._root("scontrol", "update", f"nodename={self._node(name)}", "state=drain", "reason=drained by the rig")
 
     def undrain(self, name: str) -> None:
@@ -213,7 +210,6 @@ class SlurmCluster(Rig):
         return state
 
     def wait_job(self, job_id: int | str, states: Collection[str] = ENDED_STATES, *, timeout: float = 60) -> str:
-        """Wait until the job is in one of `states` and return that."""
         wanted = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + CROWDED * timeout
         while (state := self.job_state(job_id)) not in wanted:
@@ -238,8 +234,6 @@ class SlurmCluster(Rig):
         return [dict(zip(fields, line.split("|"), strict=True)) for line in lines]
 
     def cancel_all_jobs(self, *, timeout: float = 30) -> None:
-        """Kill every job and wait until none is left running or pending."""
-
         def gone() -> bool:
             jobs = self._root("squeue", "--noheader", "--format=%A").split()
             if jobs:

@@ -66,7 +66,6 @@ def _preemption_lines() -> list[str]:
 
 
 def slurm_conf(layout: Layout, settings: Settings) -> str:
-    """Render slurm.conf."""
     values: dict[str, str | int | None] = {
         "ClusterName": layout.name,
         "SlurmctldHost": f"{CONTROLLER}({layout.address(CONTROLLER)})",

@@ -17,7 +17,6 @@ from .processes import call
 
 
 def make_folders(layout: Layout) -> None:
-    """Make the rig's folders and, where they don't exist, its users."""
     RIGS_FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
     shared = (layout.server, layout.client, layout.homes, layout.shared)
     for folder in (layout.folder, layout.etc, layout.logs, layout.boot, layout.spool, *shared):
@@ -51,7 +50,6 @@ def ensure_user(name: str) -> pwd.struct_passwd:
 
 
 def write_configuration(layout: Layout, settings: Settings, *, mounts: Mapping[Path, Path]) -> None:
-    """Write all that the hosts and their daemons read."""
     root = debian_root.debian_root(settings.release) if settings.release else None
     key = layout.munge_key
     key.touch(mode=0o400)

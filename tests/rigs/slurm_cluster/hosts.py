@@ -111,17 +111,14 @@ class Hosts:
         )
 
     def set_link(self, host: str, *, up: bool) -> None:
-        """Pull the host's network cable, or plug it in again."""
         call(["ip", "-n", self.layout.netns(SWITCH), "link", "set", host, "up" if up else "down"])
 
     def disturb_link(self, host: str, *, mbit: int) -> None:
-        """Limit what the host sends and gets to so many Mbit/s."""
         for netns, device in ((self.layout.netns(host), "eth0"), (self.layout.netns(SWITCH), host)):
             limit = ["tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms"]
             call(["ip", "netns", "exec", netns, "tc", "qdisc", "replace", "dev", device, "root", *limit])
 
     def clear_link(self, host: str) -> None:
-        """The end of `disturb_link`."""
         for netns, device in ((self.layout.netns(host), "eth0"), (self.layout.netns(SWITCH), host)):
             call(["ip", "netns", "exec", netns, "tc", "qdisc", "delete", "dev", device, "root"])
 
@@ -258,7 +255,6 @@ class Hosts:
         call([*enter, *argv])
 
     def kill(self, host: str, pids: Iterable[int], sig: int = signal.SIGKILL) -> None:
-        """Send a signal to processes of the host, by their numbers outside."""
         mine = set(self.pids(host))
         for pid in pids:
             if pid not in mine:

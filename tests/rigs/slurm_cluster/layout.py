@@ -55,7 +55,6 @@ class Layout:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """All hosts: the controller, the login node, the compute nodes."""
         return (CONTROLLER, LOGIN, *self.node_names)
 
     def address(self, host: str) -> str:
@@ -67,7 +66,6 @@ class Layout:
         return f"10.77.0.{10 + int(host[1:])}"
 
     def netns(self, host: str) -> str:
-        """The name of the host's network namespace."""
         return f"{NETNS_PREFIX}{self.name}-{host}"
 
     @property
@@ -95,7 +93,6 @@ class Layout:
 
     @property
     def homes(self) -> Path:
-        """The users' homes, bound over /home/<user> on every host."""
         return self.server / "home"
 
     @property
@@ -134,7 +131,6 @@ class Layout:
 
     @property
     def python(self) -> Path:
-        """The Python environment for jobs."""
         return self.folder / "python"
 
     @property

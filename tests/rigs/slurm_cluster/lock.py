@@ -38,7 +38,6 @@ class RigLock:
             return False
 
     def release(self) -> None:
-        """Give the name up and remove the lock's file."""
         self._path.unlink(missing_ok=True)
         os.close(self._file)
 

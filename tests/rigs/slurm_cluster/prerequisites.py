@@ -63,6 +63,5 @@ def must_run(environment: Mapping[str, str]) -> bool:
 
 
 def install_prerequisites() -> None:
-    """Install the Debian packages that are missing."""
     debian_packages.install(ALL_PACKAGES)
     missing_prerequisites.cache_clear()

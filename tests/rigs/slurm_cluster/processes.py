@@ -26,7 +26,6 @@ def wait_until(condition: Callable[[], bool], *, timeout: float, what: str, inte
 
 
 def all_pids() -> Iterator[int]:
-    """Every process of the machine that this process can see."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             yield int(entry)
@@ -41,7 +40,6 @@ def namespace_of(pid: int, kind: str) -> int | None:
 
 
 def pids_in_namespace(kind: str, inode: int) -> list[int]:
-    """The processes whose namespace of that kind is `inode`."""
     return [pid for pid in all_pids() if namespace_of(pid, kind) == inode]
 
 
@@ -141,7 +139,6 @@ def _tail(text: Any) -> str:
 
 
 def call(argv: Sequence[str], *, input: str | None = None, timeout: float = 60, check: bool = True) -> str:
-    """Run a command outside the rig and return what it wrote to stdout."""
     done = subprocess.run(argv, text=True, capture_output=True, timeout=timeout, check=False, input=input or "")
     if check and done.returncode != 0:
         raise CommandFailed(done.returncode, list(argv), done.stdout, done.stderr)

@@ -271,7 +271,6 @@ class Rig:
     # What Slurm says ------------------------------------------------------------------------------------------------
 
     def node_states(self) -> dict[str, str]:
-        """Every node's state."""
         lines = self._root("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return {words[0]: words[1] for line in lines if len(words := line.split()) == 2}
 

@@ -80,14 +80,12 @@ def start_database(hosts: Hosts) -> None:
 
 
 def start_slurmdbd(hosts: Hosts) -> None:
-    """Start slurmdbd on the controller, wait until it listens, and register the cluster."""
     hosts.start_daemon(CONTROLLER, ["slurmdbd"])
     _wait_listening(hosts, CONTROLLER, DATABASE_PORT, "slurmdbd")
     call([*hosts.enter_argv(CONTROLLER), "sacctmgr", "--immediate", "add", "cluster", hosts.layout.name])
 
 
 def start_slurmctld(hosts: Hosts) -> None:
-    """Start slurmctld where it doesn't run, and wait until it listens."""
     if not _daemon_pids(hosts, CONTROLLER, "slurmctld"):
         hosts.start_daemon(CONTROLLER, ["slurmctld"])
     _wait_listening(hosts, CONTROLLER, CONTROLLER_PORT, "slurmctld")
