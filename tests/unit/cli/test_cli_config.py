@@ -99,16 +99,6 @@ def test_a_mistake_in_a_file_keeps_nobody_from_looking_at_runs(
     assert f"no such run in {project}/runs" in said
 
 
-@pytest.mark.parametrize("command", ["submit --dry-run train.py", "run train.py", "config"])
-def test_a_mistake_in_a_file_is_one_line(project: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    (project / "hpc_elastic.toml").write_text("\nmax-restart = 7\n")
-    assert cli.main(command.split()) == 2
-    said = capsys.readouterr().err
-    assert said == (
-        f"hpc-elastic: error: {project}/hpc_elastic.toml:2: unknown key max-restart; did you mean max-restarts?\n"
-    )
-
-
 @pytest.mark.parametrize("command", ["submit --cluster=slurm --allow-local-runs-dir --dry-run train.py", "config"])
 @pytest.mark.parametrize("text", ["time = 'soon'", "grace = 'x'", 'mem = "1\\n2"'])
 def test_a_wrong_value_is_named_by_file_and_line(
@@ -118,8 +108,3 @@ def test_a_wrong_value_is_named_by_file_and_line(
     assert cli.main(command.split()) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"hpc-elastic: error: {project}/hpc_elastic.toml:1: {text.split(' = ')[0]} = ")
-
-
-def test_a_setting_that_is_none_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "max-restart"]) == 2
-    assert "no setting max-restart; did you mean max-restarts?" in capsys.readouterr().err

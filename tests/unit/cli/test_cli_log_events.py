@@ -29,17 +29,6 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list
     return (out if code == 0 else err).splitlines()
 
 
-def test_all_of_all_attempts_by_time_with_their_reasons(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, str(root))
-    assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
-    assert lines[0].split()[1:3] == ["batch", "attempt_started"]
-    (failed,) = [line for line in lines if " worker_failed " in line]
-    assert failed.split()[1] == "n2"
-    assert failed.endswith("round 0: rank 1 failed, exit code 1 (root): ValueError: bad")
-    assert any(line.endswith("the job is requeued: requeue 1 of 3") for line in lines)
-    assert sum(" attempt_started " in line for line in lines) == 2
-
-
 def test_of_one_attempt_node_or_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shown(capsys, str(root), "--attempt", "1")) == 1
     assert len(shown(capsys, str(root / "attempt-001"))) == 1

@@ -108,25 +108,15 @@ def test_a_path_that_is_no_text_is_printed_all_the_same(
     assert b"no such file: " in capfdbinary.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["config"]])
+@pytest.mark.parametrize("argv", [["--help"], ["config"], ["status", "--no-slurm", "run"]])
 def test_a_full_disk_under_the_output_is_said_on_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str]
 ) -> None:
+    (tmp_path / "run" / "attempt-000").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         code = cli.main(argv)
-    assert code == 1
-    assert capsys.readouterr().err == "hpc-elastic: error: standard output can't be written: No space left on device\n"
-
-
-def test_status_knows_its_output_from_the_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "attempt-000").mkdir()
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        code = cli.main(["status", "--no-slurm", str(tmp_path)])
     assert code == 1
     assert capsys.readouterr().err == "hpc-elastic: error: standard output can't be written: No space left on device\n"
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,6 @@ def root(tmp_path: Path) -> Path:
     return builder.root
 
 
-def test_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("report", str(root)) == 0
-    out = capsys.readouterr().out
-    assert "Root Cause (first observed failure):\n  ValueError: b\u00e4d\n" in out
-    assert "attempt 1" in out
-
-
-def test_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("report", str(root), "--format", "json") == 0
-    assert json.loads(capsys.readouterr().out)["verdict"]["failure"]["global_rank"] == 2
-
-
 @pytest.mark.parametrize("tail", ["attempt-000", "latest"])
 def test_an_attempts_folder_means_that_attempt(root: Path, capsys: pytest.CaptureFixture[str], tail: str) -> None:
     assert call("report", str(root / tail)) == 0
@@ -46,11 +33,6 @@ def test_attempt_and_width_and_all(root: Path, capsys: pytest.CaptureFixture[str
     assert "No failures so far." in capsys.readouterr().out
     assert call("report", str(root), "--attempt", "7") == 2
     assert "has no attempt 7; it has 0, 1" in capsys.readouterr().err
-
-
-def test_a_run_id_in_the_runs_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("report", "run-1", "--runs-dir", str(root.parent)) == 0
-    assert "ValueError" in capsys.readouterr().out
 
 
 def test_a_copy_without_its_run_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ from hpc_elastic.report.document import Document
 from hpc_elastic.report.goodput import (
     ONE_STEP,
     STEPS_GO_BACK,
-    STEPS_UNKNOWN,
     Goodput,
     describe_goodput,
     describe_progress,
@@ -56,6 +55,14 @@ def adds_up(goodput: Goodput) -> bool:
     parts = goodput.kept + goodput.recomputed + goodput.hanging + goodput.checkpointing
     training = goodput.training if goodput.steps_known else parts
     return whole == pytest.approx(goodput.wall) and parts == pytest.approx(training)
+
+
+def goodput_after(builder: RunBuilder, end: float, *, outcome: str = "succeeded", code: int = 0) -> Goodput:
+    """The goodput of a run whose attempt ended then; its parts add up."""
+    builder.end(0, at=end, outcome=outcome, code=code)
+    goodput = goodput_of(collect_run(builder.root))
+    assert adds_up(goodput)
+    return goodput
 
 
 def failed_once(builder: RunBuilder) -> None:
@@ -105,9 +112,7 @@ def test_a_restart_further_back_takes_earlier_rounds_steps_too(builder: RunBuild
         builder.round(0, index, at=begin)
         builder.fail(make_failure(1, at=begin + 80, exception="ValueError: bad", round_index=index))
         stopped(builder, index, begin + 81, progress(first, begin, first + 80, begin + 80))
-    builder.end(0, at=300, outcome="failed", code=1)
-    goodput = goodput_of(collect_run(builder.root))
-    assert adds_up(goodput)
+    goodput = goodput_after(builder, 300, outcome="failed", code=1)
     assert goodput.kept == pytest.approx(80, abs=1.5), "of the last round alone"
 
 
@@ -125,9 +130,7 @@ def test_steps_beyond_the_last_report_at_which_a_later_round_goes_on_were_kept(b
     builder.round(0, 1, at=180, reason="restart 1 of 3")
     builder.succeeded(0, 1, at=300)
     stopped(builder, 1, 300, progress(151, 190, 250, 299))
-    builder.end(0, at=301, outcome="succeeded", code=0)
-    goodput = goodput_of(collect_run(builder.root))
-    assert adds_up(goodput)
+    goodput = goodput_after(builder, 301)
     assert goodput.kept == pytest.approx(100 + 50 + 109, abs=0.1)
     assert goodput.recomputed == pytest.approx(10, abs=0.1)
 
@@ -137,9 +140,7 @@ def test_impossible_numbers_of_a_summary_make_no_goodput_above_all_the_time(buil
     done = progress(0, 10, 100, 110, checkpoint_seconds=-1e300, checkpoints=-4, redone_seconds=-5.0)
     builder.succeeded(0, 0, at=120)
     stopped(builder, 0, 120, done)
-    builder.end(0, at=121, outcome="succeeded", code=0)
-    goodput = goodput_of(collect_run(builder.root))
-    assert adds_up(goodput)
+    goodput = goodput_after(builder, 121)
     assert (goodput.checkpointing, goodput.checkpoints, goodput.recomputed) == (0, 0, 0)
 
 
@@ -148,9 +149,7 @@ def test_a_hang_counts_until_it_is_found(builder: RunBuilder) -> None:
     failure = make_failure(1, at=160, exitcode=-9, last_step=50)
     builder.fail(replace(failure, failure_class=FailureClass.HANG, fingerprint="hang:x", reason="no heartbeat"))
     stopped(builder, 0, 161, progress(0, 10, 50, 60))
-    builder.end(0, at=170, outcome="failed", code=124)
-    goodput = goodput_of(collect_run(builder.root))
-    assert adds_up(goodput)
+    goodput = goodput_after(builder, 170, outcome="failed", code=124)
     assert goodput.hanging == pytest.approx(100, abs=0.1)
 
 
@@ -180,27 +179,12 @@ def test_a_hang_is_found_when_the_workers_are_stopped(builder: RunBuilder) -> No
     builder.round(0, 1, at=165, reason="restart 1 of 3")
     builder.succeeded(0, 1, at=300)
     stopped(builder, 1, 300, progress(51, 170, 100, 299))
-    builder.end(0, at=301, outcome="succeeded", code=0)
-    goodput = goodput_of(collect_run(builder.root))
-    assert adds_up(goodput)
+    goodput = goodput_after(builder, 301)
     assert goodput.hanging == pytest.approx(100, abs=0.1)
     assert goodput.interrupted == pytest.approx(10, abs=0.1)
     (cost,) = goodput.costs
     assert cost.seconds == pytest.approx(110, abs=0.1)
     assert cost.parts[0].seconds == pytest.approx(1, abs=0.1), "to stop the workers, not to find the hang"
-
-
-def test_without_steps_it_is_uptime(builder: RunBuilder) -> None:
-    builder.round(0, 0, at=10)
-    builder.succeeded(0, 0, at=110)
-    builder.end(0, at=112, outcome="succeeded", code=0)
-    history = collect_run(builder.root)
-    goodput = goodput_of(history)
-    assert (goodput.steps_known, goodput.why_unknown) == (False, STEPS_UNKNOWN)
-    text = render_text(Document(history))
-    assert "Uptime: 89." in text
-    assert "Goodput" not in text
-    assert 'aria-label="Uptime"' in render_html(Document(history))
 
 
 def test_counted_steps_show_when_training_was_back_and_not_what_was_done_again(builder: RunBuilder) -> None:
@@ -288,8 +272,7 @@ def test_steps_that_go_back_by_themselves_measure_nothing(builder: RunBuilder) -
     builder.round(0, 0, at=10)
     builder.succeeded(0, 0, at=110)
     stopped(builder, 0, 110, progress(0, 10, 50, 109, redone_seconds=40.0))
-    builder.end(0, at=112, outcome="succeeded", code=0)
-    goodput = goodput_of(collect_run(builder.root))
+    goodput = goodput_after(builder, 112)
     assert (goodput.steps_known, goodput.why_unknown) == (False, STEPS_GO_BACK)
 
 
@@ -298,9 +281,7 @@ def test_of_one_step_it_is_uptime(builder: RunBuilder) -> None:
     builder.round(0, 0, at=10)
     builder.succeeded(0, 0, at=200)
     stopped(builder, 0, 200, progress(0, 199, 0, 199))
-    builder.end(0, at=201, outcome="succeeded", code=0)
-    goodput = goodput_of(collect_run(builder.root))
-    assert adds_up(goodput)
+    goodput = goodput_after(builder, 201)
     assert (goodput.share, goodput.why_unknown) == (pytest.approx(189 / 201, abs=0.01), ONE_STEP)
     assert describe_progress(goodput).startswith("Progress: heartbeat, since no round reported more than one step: ")
 
@@ -312,9 +293,7 @@ def test_restarts_within_the_processes_are_taken_off(builder: RunBuilder) -> Non
     )
     builder.succeeded(0, 0, at=110)
     stopped(builder, 0, 110, progress(0, 10, 80, 110, redone_seconds=17.0))
-    builder.end(0, at=110, outcome="succeeded", code=0)
-    goodput = goodput_of(collect_run(builder.root))
-    assert adds_up(goodput)
+    goodput = goodput_after(builder, 110)
     assert goodput.steps_known
     assert goodput.interrupted == pytest.approx(7)
     assert goodput.recomputed == pytest.approx(10)

@@ -66,23 +66,6 @@ def page_of(builder: RunBuilder) -> Page:
     return Page(render_html(Document(collect_run(builder.root))))
 
 
-def test_verdict_and_goodput_stand_above_the_timeline(tmp_path: Path) -> None:
-    source = render_html(Document(collect_run(requeued_run(tmp_path / "run").root)))
-    places = [source.index(f'aria-label="{name}"') for name in ("Verdict", "Uptime", "Timeline of the run", "Failures")]
-    assert places == sorted(places)
-    page = Page(source)
-    for words in (
-        "Root Cause (first observed failure)",
-        "Signal 9 (SIGKILL) received by PID 4001",
-        "on n1 (node 0), round 2 of attempt 0",
-        "53.8 %",
-        "requeue 1 of 3 (2 left): too few nodes",
-        "3 failures were survived",
-        "The axis is by n1's clock, the others' to within 1 ms of it",
-    ):
-        assert words in page.text, words
-
-
 def test_what_is_not_known_of_the_clocks_is_said(tmp_path: Path) -> None:
     builder = RunBuilder(tmp_path / "run", nodes=3, compares_clocks=False).begin(at=5)
     assert "These were not compared (no packets passed between the agents)" in page_of(builder).text
@@ -197,14 +180,6 @@ def test_long_tracebacks_are_cut_at_their_beginning(tmp_path: Path) -> None:
     assert "characters above" in page.text
     assert "the end" in page.text
     assert len(page.text) < 60_000
-
-
-def test_stacks_of_a_hang_are_folded(tmp_path: Path) -> None:
-    page = page_of(hung_run(tmp_path / "run"))
-    assert "rank 3: get (queue.py:171)" in page.text
-    assert "/home/ann/lib/queue.py:171 get" in page.text
-    assert "ranks 0-2,4-7: all_reduce (distributed_c10d.py:2810)" in page.text
-    assert "rank 3: at step 70, section" in page.text
 
 
 def test_shifted_clocks_are_said(tmp_path: Path) -> None:

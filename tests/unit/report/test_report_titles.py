@@ -30,21 +30,6 @@ def section(history: RunHistory) -> list[str]:
     return [lines[0], *lines[1 : next(n for n, line in enumerate(lines) if n and not line.startswith(" "))]]
 
 
-def test_what_who_and_where_stand_in_two_lines(builder: RunBuilder) -> None:
-    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch", last_step=7))
-    history = collect_run(builder.root)
-    names = [line.strip().partition(":")[0].strip() for line in section(history)[3:] if line[:14].rstrip()[-1] == ":"]
-    assert section(history)[:3] == [
-        "Root Cause (first observed failure):",
-        "  ValueError: bad batch",
-        "  rank 1 (local_rank 0) on n2 (node 1), in train_step (train.py:61)",
-    ]
-    assert [name for name in names if name in _FIELDS] == list(_FIELDS)
-
-
-_FIELDS = ("kind", "verdict", "last step", "traceback", "exitcode", "error_file", "time")
-
-
 def test_the_cause_that_is_not_known_names_a_suspect_and_no_victim(builder: RunBuilder) -> None:
     """Rank 1 ended with 0, and rank 0 lost its connection by that."""
     builder.event(0, "agent", 1, 4.0, "workers_succeeded", round=0)
@@ -168,17 +153,6 @@ def test_only_the_verdict_says_which_failures_are_the_same(builder: RunBuilder) 
     text = render_text(Document(collect_run(builder.root)))
     assert "[the same failure]" not in text
     assert "[ended by this job]" in text
-
-
-def test_one_round_of_one_attempt_is_one_line_without_goodput_in_the_first_minute(builder: RunBuilder) -> None:
-    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
-    builder.stopped(0, 0, at=6)
-    builder.end(0, at=9, outcome="failed", code=1, decision="end: 0 of 0 requeues used")
-    lines = render_text(Document(collect_run(builder.root))).splitlines()
-    assert lines[-2].startswith("Ran from ")
-    assert lines[-2].endswith(" for 9.0 s: 2 nodes, 2 workers, one round; progress: unknown")
-    assert lines[-3].startswith("Recovery: ")
-    assert "Attempts and rounds:" not in lines
 
 
 @pytest.mark.parametrize(
