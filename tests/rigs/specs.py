@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.attempt import AttemptInfo, StoredResult
+from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 
@@ -30,3 +31,12 @@ def make_record(**changes: Any) -> RoundRecord:
     """A round of two nodes with two workers each, which has begun."""
     facts: dict[str, Any] = {"number": 5, "epoch": "e", "term": 1, "leader": "a", "round": 2, "status": Status.FINAL}
     return RoundRecord(**{**facts, "members": (Member("a", 0, 2), Member("b", 1, 2)), **changes})
+
+
+def store_result(attempt: AttemptPaths, code: int, **changes: Any) -> StoredResult:
+    """The end of an attempt, where its supervisor writes it."""
+    facts: dict[str, Any] = {"outcome": "failed", "reason": "", "exit_code": code, "action": "end", "decision": ""}
+    result = StoredResult(**{**facts, **changes})
+    attempt.root.mkdir(exist_ok=True)
+    result.save(attempt.result_json)
+    return result

@@ -220,9 +220,9 @@ class Agents:
 class Stage:
     """A supervisor with all that is around it."""
 
-    def __init__(self, ready: int, never: int, settings: RendezvousSettings) -> None:
+    def __init__(self, ready: int, never: int) -> None:
         """`ready` is a descriptor that can always be read, `never` one that never can."""
-        self.world = World(settings)
+        self.world = World(SETTINGS)
         self.signals: list[signal.Signals] = []
         self.sender = ""
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -237,7 +237,7 @@ class Stage:
             lambda: self.allocation, self.look.ask, clock=self.world.clock, start=lambda work: work()
         )
         self.supervisor = Supervisor(
-            attempt=make_attempt(nodes=tuple(f"n{n}" for n in range(settings.expected_nodes)), batch_host="head"),
+            attempt=make_attempt(nodes=tuple(f"n{n}" for n in range(SETTINGS.expected_nodes)), batch_host="head"),
             launcher=self.agents,
             coordination=self.look,  # type: ignore[arg-type]
             signals=SimpleNamespace(fileno=lambda: never, take=self._take_signals, sender=lambda number: self.sender),  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from hpc_elastic.launch import run_status
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.launch.run_status import RunState
 from hpc_elastic.options.command_line import read_arguments
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
@@ -31,7 +30,7 @@ from hpc_elastic.slurm.job_state import JobState, parse_squeue
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
-from tests.rigs.specs import make_attempt, make_spec
+from tests.rigs.specs import make_attempt, make_spec, store_result
 
 SPEC = make_spec(run_id="20261121-1200-train-ab12", name="train", created_ns=1, array="1-5%2")
 TASKS = (1, 2, 3, 4, 5)
@@ -55,9 +54,7 @@ def begin(paths: RunPaths, task: int, code: int | None, *, attempt: int = 0) -> 
     folder.events.mkdir(parents=True)
     make_attempt(number=attempt, started_ns=1, job_id=f"48_{task}").save(folder.attempt_json)
     if code is not None:
-        StoredResult(outcome="failed", reason="", exit_code=code, action="", decision="", fingerprint="", step=-1).save(
-            folder.result_json
-        )
+        store_result(folder, code)
 
 
 class Asked:

@@ -16,13 +16,13 @@ from hpc_elastic.cli.log_follow import LogFollower
 from hpc_elastic.cli.logs import LogChoice, LogPrinter
 from hpc_elastic.cli.report import ReportFollower
 from hpc_elastic.cli.run_argument import AskedRun
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import RunBuilder
+from tests.rigs.specs import store_result
 from tests.unit.launch.test_launch_run_status import Run
 
 
@@ -57,8 +57,7 @@ def story(tmp_path: Path) -> tuple[RunPaths, Clock]:
 
     def end(attempt: int, code: int, outcome: str) -> None:
         builder.end(attempt, at=attempt * 100 + 50, outcome=outcome, code=code)
-        result = StoredResult(outcome=outcome, reason="so", exit_code=code, action="end", decision="")
-        result.save(paths.attempt(attempt).result_json)
+        store_result(paths.attempt(attempt), code, outcome=outcome, reason="so")
 
     def quick_round() -> None:
         say(1, 0, "next attempt\n")
@@ -75,14 +74,18 @@ def story(tmp_path: Path) -> tuple[RunPaths, Clock]:
     return paths, clock
 
 
+def follow_logs(paths: RunPaths, clock: Clock, *, tail: int, attempt: int | None = None) -> tuple[int, str]:
+    out = io.BytesIO()
+    asked = AskedRun(paths=paths, attempt=attempt)
+    follower = LogFollower(asked, LogChoice(), LogPrinter(out), tail=tail, clock=clock)
+    return follow_to_end(asked, follower, clock=clock), out.getvalue().decode()
+
+
 def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, clock = story(tmp_path)
-    out = io.BytesIO()
-    printer = LogPrinter(out)
-    asked = AskedRun(paths=paths, attempt=None)
-    follower = LogFollower(asked, LogChoice(), printer, tail=2, clock=clock)
-    assert follow_to_end(asked, follower, clock=clock) == 0
-    assert out.getvalue().decode().splitlines() == [
+    code, shown = follow_logs(paths, clock, tail=2)
+    assert code == 0
+    assert shown.splitlines() == [
         "[rank 0] line 18",
         "[rank 0] line 19",
         "--- attempt 1, round 0 ---",
@@ -98,12 +101,7 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_logs_of_one_attempt_end_with_it(tmp_path: Path) -> None:
     paths, clock = story(tmp_path)
-    out = io.BytesIO()
-    printer = LogPrinter(out)
-    asked = AskedRun(paths=paths, attempt=0)
-    follower = LogFollower(asked, LogChoice(), printer, tail=1, clock=clock)
-    assert follow_to_end(asked, follower, clock=clock) == 75
-    assert out.getvalue() == b"[rank 0] line 19\n"
+    assert follow_logs(paths, clock, tail=1, attempt=0) == (75, "[rank 0] line 19\n")
 
 
 def test_logs_of_a_run_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,19 +109,10 @@ def test_logs_of_a_run_that_has_not_begun(tmp_path: Path, capsys: pytest.Capture
     hidden = paths.root / "later"
     paths.attempt(0).root.rename(hidden)
     clock.happens = [(clock.now + 1.0, lambda: hidden.rename(paths.attempt(0).root)), *clock.happens[:1]]
-    out = io.BytesIO()
-    asked = AskedRun(paths=paths, attempt=None)
-    follower = LogFollower(asked, LogChoice(), LogPrinter(out), tail=1, clock=clock)
-    clock.happens.append((clock.now + 5.0, lambda: (paths.attempt(0).result_json).write_text(RESULT)))
-    assert follow_to_end(asked, follower, clock=clock) == 0
-    assert out.getvalue().count(b"\n") == 20, "what was not there at first is new"
+    clock.happens.append((clock.now + 5.0, lambda: store_result(paths.attempt(0), 0, outcome="succeeded")))
+    code, shown = follow_logs(paths, clock, tail=1)
+    assert (code, shown.count("\n")) == (0, 20), "what was not there at first is new"
     assert "has started no worker yet; waiting" in capsys.readouterr().err
-
-
-RESULT = (
-    '{"version": 1, "outcome": "succeeded", "reason": "", "exit_code": 0, "action": "end", "decision": "", '
-    '"fingerprint": "", "step": -1}'
-)
 
 
 def test_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,9 +143,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 def store(paths: RunPaths, attempt: int, code: int, outcome: str = "failed") -> None:
-    folder = paths.attempt(attempt)
-    folder.root.mkdir(exist_ok=True)
-    StoredResult(outcome=outcome, reason="so it is", exit_code=code, action="end", decision="").save(folder.result_json)
+    store_result(paths.attempt(attempt), code, outcome=outcome, reason="so it is")
 
 
 def watch(paths: RunPaths, clock: FakeClock, attempt: int | None = None) -> RunWatch:

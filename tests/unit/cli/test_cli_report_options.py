@@ -10,8 +10,8 @@ import pytest
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import coloured_report
 from hpc_elastic.cli.screen import wants_colour
-from hpc_elastic.run.attempt import StoredResult
 from tests.rigs.run_builder import RunBuilder, make_failure
+from tests.rigs.specs import store_result
 
 
 @pytest.fixture
@@ -113,9 +113,7 @@ def test_an_attempt_that_contradicts_its_folder(builder: RunBuilder, capsys: pyt
 
 
 def test_follow_of_a_run_that_has_ended_gives_its_code(builder: RunBuilder, capsys: pytest.CaptureFixture[str]) -> None:
-    StoredResult(outcome="failed", reason="why", exit_code=93, action="end", decision="").save(
-        builder.paths.attempt(0).result_json
-    )
+    store_result(builder.paths.attempt(0), 93, reason="why")
     assert main(["report", str(builder.root), "--follow"]) == 93
     out, err = capsys.readouterr()
     assert out.count("Root Cause (first observed failure):") == 1

@@ -15,7 +15,6 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.cli.wait import follow, how_it_ended
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
@@ -23,7 +22,7 @@ from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
-from tests.rigs.specs import make_attempt, make_spec
+from tests.rigs.specs import make_attempt, make_spec, store_result
 
 JOB = JobId("7")
 ARRAY = make_spec(
@@ -73,10 +72,7 @@ class Clock(FakeClock):
 
 
 def store(paths: RunPaths, attempt: int, code: int, **more: Any) -> None:
-    folder = paths.attempt(attempt)
-    folder.root.mkdir(exist_ok=True)
-    result = StoredResult(outcome="x", reason="", exit_code=code, action="end", decision="", **more)
-    result.save(folder.result_json)
+    store_result(paths.attempt(attempt), code, **more)
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
 from hpc_elastic.launch.agents import (
@@ -26,7 +24,7 @@ from hpc_elastic.launch.site import AgentEnd
 from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
-from tests.rigs.supervisor_stage import SETTINGS, Stage
+from tests.rigs.supervisor_stage import Stage
 
 
 class Dead:
@@ -209,14 +207,6 @@ def test_where_all_nodes_fail_alike_no_further_attempt_is_worth_it(s: Stage) -> 
     assert result.reason == f"no node could run the agent: n0: exit code 127: {NOT_FOUND}"
     assert s.agents.relaunched == []
     assert result.seconds < 3
-
-
-def test_nor_where_only_the_batch_host_could(stage: Callable[..., Stage]) -> None:
-    s = stage(replace(SETTINGS, max_nodes=4, expected_nodes=4))
-    no_agent_on(s, 1, 2, 3)
-    result = s.run(10.0)
-    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, False)
-    assert result.reason.endswith(f"; no node but the batch host could run the agent: n1: exit code 127: {NOT_FOUND}")
 
 
 def test_an_agent_that_took_part_is_started_again_as_often_as_ever_and_its_node_is_not_unable(s: Stage) -> None:

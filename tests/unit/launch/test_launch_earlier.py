@@ -9,10 +9,9 @@ from msgspec.structs import replace
 
 from hpc_elastic.launch.run_directory import create_run, earlier_run
 from hpc_elastic.run import index
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.job_environment import JobEnvironment
-from tests.rigs.specs import make_attempt, make_spec
+from tests.rigs.specs import make_attempt, make_spec, store_result
 
 SPEC = make_spec(
     run_id="20261121-a",
@@ -37,9 +36,7 @@ def make(
     attempt.root.mkdir()
     make_attempt(started_ns=1, job_id=job_id, restart_count=restarts).save(attempt.attempt_json)
     if code is not None:
-        StoredResult(outcome="failed", reason="", exit_code=code, action="", decision="", fingerprint="", step=-1).save(
-            attempt.result_json
-        )
+        store_result(attempt, code)
     return paths.root
 
 

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.launch.run_directory import YOUNG_SECONDS, RunElsewhereError, claim_attempt, give_way
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from tests.rigs.fake_clock import FakeClock
-from tests.rigs.specs import make_attempt
-
-RESULT = StoredResult(outcome="failed", reason="", exit_code=75, action="requeue", decision="")
+from tests.rigs.specs import make_attempt, store_result
 
 
 def begin(paths: RunPaths, job: str | None, *, restarts: int = 0) -> AttemptPaths:
@@ -55,7 +52,7 @@ def test_what_is_no_reason_to_give_way(tmp_path: Path) -> None:
     mine = claim_attempt(paths)
     ask(paths, mine, job="7")  # the same job, requeued
     ask(paths, mine, running=lambda job: False)  # killed without a word
-    RESULT.save(before.result_json)
+    store_result(before, 75)
     ask(paths, mine)  # it has ended, and its job is about to
     before.result_json.unlink()
     before.attempt_json.write_text("{")

@@ -19,14 +19,14 @@ from hpc_elastic.launch.run_status import RunState, RunStatus, read_status, stat
 from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo, StoredResult
 from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.slow_ranks import RunPace, SlowRank, SlowRanks
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
+from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_attempt, make_spec, store_result
 
 RUN_ID = "20261121-000000-train-abcd"
 MEMBERS = (Member("a", 0, 2), Member("b", 2, 2))
@@ -42,19 +42,13 @@ class Run:
         self.paths = RunPaths(folder / RUN_ID)
         self.clock = FakeClock()
         make_private_dir(self.paths.root)
-        entry = Entrypoint(kind=EntryKind.SCRIPT, target="train.py", args=(), python="python3")
-        RunSpec(
-            run_id=RUN_ID, uid="u", name="train", created_ns=7, entrypoint=entry, cwd="/", cluster="slurm", min_nodes=2,
-            max_nodes=3,
-        ).save(self.paths.run_json)  # fmt: skip
+        spec = make_spec(run_id=RUN_ID, name="train", created_ns=7, cluster="slurm", min_nodes=2, max_nodes=3)
+        spec.save(self.paths.run_json)
 
     def attempt(self, number: int) -> Run:
         self.there = self.paths.attempt(number)
         make_private_dir(self.there.root)
-        info = AttemptInfo(
-            number=number, cluster="slurm", nodes=("n1", "n2", "n3"), batch_host="n1", started_ns=1, job_id="42"
-        )
-        info.save(self.there.attempt_json)
+        make_attempt(number=number, nodes=("n1", "n2", "n3"), started_ns=1, job_id="42").save(self.there.attempt_json)
         return self
 
     def log(self, newest: RoundRecord) -> Run:
@@ -82,9 +76,7 @@ class Run:
         return self
 
     def ended(self, outcome: str, code: int) -> Run:
-        StoredResult(outcome=outcome, reason="why", exit_code=code, action="end", decision="").save(
-            self.there.result_json
-        )
+        store_result(self.there, code, outcome=outcome, reason="why")
         return self
 
     def status(self) -> RunStatus:

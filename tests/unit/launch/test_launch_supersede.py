@@ -29,12 +29,12 @@ from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
+from hpc_elastic.run.attempt import AttemptInfo, load_result
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
-from tests.rigs.specs import make_attempt, make_spec
+from tests.rigs.specs import make_attempt, make_spec, store_result
 
 ANSWER, LEASE = 4.4, 20.0
 SPEC = make_spec(run_id="r", max_nodes=2, rdzv_conf={"doorbell": False}, shutdown_timeout=30.0)
@@ -136,8 +136,7 @@ def test_an_attempt_whose_agents_have_all_deregistered_is_not_waited_for(tmp_pat
     for uid in stage.train(2):
         stage.leave(uid)
     close_run(stage.store(), "r", Outcome.PREEMPTED, "notice")
-    result = StoredResult(outcome="preempted", reason="", exit_code=75, action="requeue", decision="")
-    result.save(stage.paths.attempt(0).result_json)
+    result = store_result(stage.paths.attempt(0), 75, outcome="preempted", action="requeue")
     assert stage.earlier(stage.begin("n1", "n2")).supersede()
     assert stage.outcome() is Outcome.PREEMPTED
     assert load_result(stage.paths.attempt(0).result_json) == result, "what it wrote about its end stays"

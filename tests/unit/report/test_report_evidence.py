@@ -152,11 +152,8 @@ def cut_after_end(builder: RunBuilder) -> None:
 def lose_a_line(builder: RunBuilder) -> None:
     """A full disk took a line of node 2's."""
     builder.stopped(0, 0, at=89)
-    for node in range(4):
-        builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
-    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
-    lines = path.read_text().splitlines()
-    path.write_text("".join(f"{line}\n" for line in lines if "workers_stopped" not in line))
+    ended_by_agents(builder)
+    drop_lines(builder, "workers_stopped")
 
 
 def lose_the_word(builder: RunBuilder) -> None:
@@ -164,9 +161,7 @@ def lose_the_word(builder: RunBuilder) -> None:
     builder.stopped(0, 0, at=88)
     builder.event(0, "agent", 2, 89, "worker_failed", round=0, rank=2)
     ended_by_agents(builder)
-    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
-    lines = path.read_text().splitlines()
-    path.write_text("".join(f"{line}\n" for line in lines if "worker_failed" not in line))
+    drop_lines(builder, "worker_failed")
 
 
 def leave_without_a_word(builder: RunBuilder) -> None:
@@ -178,6 +173,11 @@ def leave_without_a_word(builder: RunBuilder) -> None:
 def ended_by_agents(builder: RunBuilder) -> None:
     for node in range(4):
         builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
+
+
+def drop_lines(builder: RunBuilder, event: str) -> None:
+    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines() if event not in line))
 
 
 def lose_the_file(builder: RunBuilder) -> None:

@@ -27,9 +27,9 @@ from hpc_elastic.report.goodput import (
 )
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.heartbeats import ProgressSource
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
+from tests.rigs.specs import store_result
 
 
 @pytest.fixture
@@ -341,9 +341,7 @@ def test_a_run_without_events_has_the_end_that_its_result_states(builder: RunBui
     """A missing part is named, and nothing is said to go on."""
     failed_once(builder)
     folder = builder.paths.attempt(0)
-    StoredResult(
-        outcome="failed", reason="restarts exhausted", exit_code=1, action="end", decision="0 of 0 requeues used"
-    ).save(folder.result_json)
+    store_result(folder, 1, reason="restarts exhausted", decision="0 of 0 requeues used")
     shutil.rmtree(folder.events)
     text = render_text(Document(collect_run(builder.root)))
     assert "train.py FAILED (exit code 1) - attempt 0" in text

@@ -25,29 +25,16 @@ def builder(tmp_path: Path) -> RunBuilder:
     builder = RunBuilder(tmp_path / "run-1").begin()
     builder.fail(make_failure(3, at=30, exception="hang: no heartbeat for 60.0 s"))
     for rank in range(4):
-        silent = rank == 3
-        builder.event(
-            0,
-            "agent",
-            rank,
-            31,
-            "stacks_taken",
-            round=0,
-            groups=[] if silent else [{"ranks": [rank], "stack": WAIT}],
-            threads=[] if silent else [{"ranks": [rank], "name": "loader" if rank else "", "stack": GET}],
-            silent=[3] if silent else [],
-            states=[{"rank": 3, "state": STUCK}] if silent else [],
-            beats=[
-                {
-                    "rank": rank,
-                    "local_rank": 0,
-                    "step": 7 if silent else 8,
-                    "section": "load" if silent else "step",
-                    "age": 60.0 + rank,
-                    "count": 9,
-                }
-            ],
-        )
+        beat = {"rank": rank, "local_rank": 0, "step": 8, "section": "step", "age": 60.0 + rank, "count": 9}
+        stacks = {
+            "groups": [{"ranks": [rank], "stack": WAIT}],
+            "threads": [{"ranks": [rank], "name": "loader" if rank else "", "stack": GET}],
+            "beats": [beat],
+        }
+        if rank == 3:
+            beat |= {"step": 7, "section": "load"}
+            stacks = {"silent": [3], "states": [{"rank": 3, "state": STUCK}], "beats": [beat]}
+        builder.event(0, "agent", rank, 31, "stacks_taken", round=0, **stacks)
         builder.stopped(0, rank, at=32)
     return builder
 

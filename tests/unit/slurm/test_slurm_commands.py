@@ -19,25 +19,23 @@ FLAGS = ["--ntasks-per-node=1", "--overlap", "--cpu-bind=none", "--no-kill", "--
 AGENT = ["/usr/bin/python3", "-m", "hpc_elastic", "agent", "/runs/a b"]
 
 
-def test_one_agent_per_node() -> None:
-    assert commands.srun_agents(4, AGENT) == ["srun", "-N4", "-n4", *FLAGS, *AGENT]
+@pytest.mark.parametrize(
+    ("count", "options", "head", "tail"),
+    [
+        (4, {}, ["-N4", "-n4"], []),
+        (2, {"exclude": []}, ["-N2", "-n2"], []),
+        (2, {"exclude": ["n3", "n4"], "extra": ["--mpi=none"]}, ["-N2", "-n2"], ["--exclude=n[3-4]", "--mpi=none"]),
+        (1, {"where": ["n3"]}, ["-N1", "-n1", "-w", "n3"], []),
+    ],
+)
+def test_one_agent_per_node(count: int, options: dict[str, list[str]], head: list[str], tail: list[str]) -> None:
+    assert commands.srun_agents(count, AGENT, **options) == ["srun", *head, *FLAGS, *tail, *AGENT]
 
 
-def test_a_launch_without_dead_nodes() -> None:
-    argv = commands.srun_agents(2, AGENT, exclude=["n3", "n4"], extra=["--mpi=none"])
-    assert argv == ["srun", "-N2", "-n2", *FLAGS, "--exclude=n[3-4]", "--mpi=none", *AGENT]
-
-
-def test_an_empty_or_unassigned_list_is_never_excluded() -> None:
-    assert not any("exclude" in part for part in commands.srun_agents(2, AGENT, exclude=[]))
+@pytest.mark.parametrize("options", [{"exclude": ["None assigned"]}, {"where": ["n3;id"]}])
+def test_what_is_no_node_reaches_no_srun(options: dict[str, list[str]]) -> None:
     with pytest.raises(HostlistError):
-        commands.srun_agents(2, AGENT, exclude=["None assigned"])
-
-
-def test_a_single_agent_again() -> None:
-    assert commands.srun_agents(1, AGENT, where=["n3"]) == ["srun", "-N1", "-n1", "-w", "n3", *FLAGS, *AGENT]
-    with pytest.raises(HostlistError):
-        commands.srun_agents(1, AGENT, where=["n3;id"])
+        commands.srun_agents(1, AGENT, **options)
 
 
 def test_what_would_overrule_sruns_flags_is_scrubbed_from_every_recorded_batch_environment() -> None:

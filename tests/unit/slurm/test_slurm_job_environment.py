@@ -11,10 +11,9 @@ import pytest
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
 from hpc_elastic.slurm.notation import expand
+from tests.rigs.captures import DATA, VERSIONS
 
-DATA = Path(__file__).parents[2] / "data" / "slurm"
 ALL = sorted(DATA.glob("*/env-*.txt"))
-VERSIONS = ("20.11.4", "22.05.8", "24.11.5", "26.05.5")
 
 
 def load(path: Path) -> dict[str, str]:
@@ -113,13 +112,13 @@ TASK = {
         {"SLURM_STEP_NODELIST": ""},
         {"SLURM_NNODES": "2"},
         {"SLURM_TASKS_PER_NODE": "64(x4)"},
+        *({"SLURM_STEP_ID": step} for step in ("-5", "-6", "4294967291", "4294967290")),
     ],
 )
-def test_another_jobs_step_is_none(changes: dict[str, str]) -> None:
+def test_another_jobs_step_and_a_special_one_are_none(changes: dict[str, str]) -> None:
     """A job that was submitted, or allocated, from a step has its variables."""
     assert JobEnvironment.from_env({**TASK, "SLURM_TASKS_PER_NODE": "4(x2),1(x2)", "SLURM_NNODES": "4"}).task
-    job = JobEnvironment.from_env({**TASK, **changes})
-    assert job.task is None
+    assert JobEnvironment.from_env({**TASK, **changes}).task is None
 
 
 def test_multi_dimensional_lists_and_counts() -> None:
@@ -183,12 +182,6 @@ def test_what_is_missing_is_named(variable: str) -> None:
 )
 def test_gpus_on_the_node(env: dict[str, str], gpus: int) -> None:
     assert JobEnvironment.from_env({**TASK, **env}).gpus == gpus
-
-
-@pytest.mark.parametrize("step", ["-5", "-6", "4294967291", "4294967290"])
-def test_special_steps_are_no_tasks(step: str) -> None:
-    job = JobEnvironment.from_env({**TASK, "SLURM_STEP_ID": step})
-    assert job.task is None
 
 
 @pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": ""}, {"SLURM_CONF": "/etc/slurm.conf"}])

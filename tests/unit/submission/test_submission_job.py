@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.paths import RankPaths, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.commands import JobId
@@ -18,7 +17,7 @@ from hpc_elastic.submission import job as job_module
 from hpc_elastic.submission.call import write_object
 from hpc_elastic.submission.job import FORGOTTEN, ElasticJob
 from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError
-from tests.rigs.specs import make_attempt, make_spec
+from tests.rigs.specs import make_attempt, make_spec, store_result
 
 
 class Slurm:
@@ -68,8 +67,7 @@ def attempt(
     folder = RunPaths(job.run_dir).attempt(number)
     folder.root.mkdir(exist_ok=True)
     if action is not None:
-        stored = StoredResult(outcome=outcome, reason="r", exit_code=75, action=action, decision="d", next_job=next_job)
-        stored.save(folder.result_json)
+        store_result(folder, 75, outcome=outcome, action=action, next_job=next_job)
 
 
 def test_the_files_have_the_first_word(job: ElasticJob[Any], slurm: Slurm) -> None:
