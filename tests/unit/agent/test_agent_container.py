@@ -149,13 +149,13 @@ def test_a_variable_that_was_asked_for_is_kept() -> None:
     assert env["LD_LIBRARY_PATH"] == "/host/lib"
 
 
-@pytest.mark.parametrize("code", [0, 1, 125, 127, 128, -9])
-def test_other_codes_are_the_scripts_as_they_are(code: int) -> None:
-    assert exit_of_script(of(Runtime.PODMAN), code) == code
-
-
-def test_a_signal_that_podman_reports_as_a_shell_does_is_the_signal() -> None:
-    assert exit_of_script(of(Runtime.PODMAN), 137) == -9
-    assert exit_of_script(of(Runtime.PODMAN), 139) == -11
-    assert [exit_of_script(of(runtime), 137) for runtime in Runtime if runtime is not Runtime.PODMAN] == [137] * 5
-    assert exit_of_script(None, 137) == 137
+@pytest.mark.parametrize(
+    ("runtime", "code", "script"),
+    [
+        *((Runtime.PODMAN, code, code) for code in (0, 1, 125, 127, 128, -9)),
+        *((Runtime.PODMAN, 128 + number, -number) for number in (9, 11)),  # it reports a signal as a shell does
+        *((runtime, 137, 137) for runtime in (None, *Runtime) if runtime is not Runtime.PODMAN),
+    ],
+)
+def test_the_scripts_own_exit_code(runtime: Runtime | None, code: int, script: int) -> None:
+    assert exit_of_script(of(runtime) if runtime is not None else None, code) == script

@@ -76,12 +76,9 @@ def test_a_worker_that_runs_and_does_not_answer_stalls() -> None:
     assert stall_after(*steps, mute={0: 61.5}).began is None, "it steps"
 
 
-def test_a_worker_whose_container_has_not_come_up_is_not_judged() -> None:
-    assert stall_after({0: BUSY}, {0: BUSY}, {0: BUSY}, running=2).began is None
-
-
 def test_a_node_whose_workers_have_all_ended_stalls_from_their_end_on() -> None:
     assert stall_after({0: BUSY}, {}, {}, {}).began == 60.0
+    assert stall_after({0: BUSY}, {0: BUSY}, {0: BUSY}, running=2).began is None, "a container has not come up"
 
 
 def test_the_runs_own_pauses_make_the_limit_longer() -> None:
@@ -126,22 +123,19 @@ def judged(stalls: dict[int, NodeStall | None]) -> Hang | None:
     return judge_run(stalls, round_index=2, least=300.0, hosts=HOSTS)
 
 
-def named(*ranks: StalledRank) -> tuple[int, ...]:
-    hosts = {rank.rank: "n0" for rank in ranks}
-    found = judge_run({0: NodeStall(round=2, seconds=310.0, ranks=ranks)}, round_index=2, least=300.0, hosts=hosts)
+def hang(stalls: dict[int, NodeStall | None]) -> Hang:
+    found = judged(stalls)
     assert found is not None
-    return found.ranks
+    return found
 
 
 def test_where_all_nodes_stall_the_run_hangs_and_the_dumps_name_the_rank() -> None:
-    found = judged(node_stalls(flights=True))
-    assert found is not None
+    found = hang(node_stalls(flights=True))
     assert (found.ranks, found.seconds) == ((2,), 310.0)
     assert found.reason.startswith(
         "no rank of 4 has made progress for 5 min 10 s; rank 2 on n1: it never entered all_reduce #6 of group"
     )
-    without = judged(node_stalls(flights=False))
-    assert without is not None
+    without = hang(node_stalls(flights=False))
     assert (without.ranks, without.reason) == ((), "no rank of 4 has made progress for 5 min 10 s")
 
 
@@ -151,33 +145,42 @@ def test_a_rank_that_alone_does_not_answer_is_named() -> None:
     stopped = StalledRank(rank=2, at="T (stopped)")
     assert stalls[1] is not None
     stalls[1] = replace(stalls[1], ranks=(stopped, stalls[1].ranks[1]))
-    found = judged(stalls)
-    assert found is not None
+    found = hang(stalls)
     assert found.ranks == (2,)
     assert found.reason.endswith("; rank 2 on n1: it does not answer: T (stopped)")
     stalls[0] = NodeStall(round=2, seconds=310.0, ranks=(StalledRank(rank=0), StalledRank(rank=1)))
-    found = judged(stalls)
-    assert found is not None
+    found = hang(stalls)
     assert found.ranks == (), "most do not answer"
 
 
-def test_without_dumps_the_kernel_names_the_rank_that_is_stopped_or_waits_for_no_other() -> None:
-    waits = [StalledRank(rank=rank, waits=True) for rank in range(3)]
-    assert named(*waits, StalledRank(rank=3, waits=True)) == ()
-    assert named(*waits, StalledRank(rank=3, waits=True, is_stuck=True)) == (3,)
-    assert named(*waits, StalledRank(rank=3)) == (3,)
-    assert named(StalledRank(rank=0, waits=True), StalledRank(rank=1)) == (1,)
-    assert named(StalledRank(rank=0), StalledRank(rank=1)) == (), "no majority waits"
+WAITS = tuple(StalledRank(rank=rank, waits=True) for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ((*WAITS, StalledRank(rank=3, waits=True)), ()),
+        ((*WAITS, StalledRank(rank=3, waits=True, is_stuck=True)), (3,)),
+        ((*WAITS, StalledRank(rank=3)), (3,)),
+        ((WAITS[0], StalledRank(rank=1)), (1,)),
+        ((StalledRank(rank=0), StalledRank(rank=1)), ()),  # no majority waits
+    ],
+)
+def test_without_dumps_the_kernel_names_the_rank_that_is_stopped_or_waits_for_no_other(
+    ranks: tuple[StalledRank, ...], named: tuple[int, ...]
+) -> None:
+    hosts = {rank.rank: "n0" for rank in ranks}
+    found = judge_run({0: NodeStall(round=2, seconds=310.0, ranks=ranks)}, round_index=2, least=300.0, hosts=hosts)
+    assert found is not None
+    assert found.ranks == named
 
 
 def test_a_node_whose_workers_have_ended_hides_no_hang_elsewhere() -> None:
     stalls = {**node_stalls(flights=True), 0: NodeStall(round=2, seconds=305.0)}
-    found = judged(stalls)
-    assert found is not None
+    found = hang(stalls)
     assert found.reason.startswith("no rank of 2 has made progress for 5 min 05 s (2 others ended with 0)")
     stalls = {**node_stalls(flights=False), 0: NodeStall(round=2, seconds=305.0)}
-    found = judged(stalls)
-    assert found is not None
+    found = hang(stalls)
     assert found.ranks == (2, 3), "those that have not ended"
     assert judged({0: NodeStall(round=2, seconds=305.0)}) is None, "all have ended"
 

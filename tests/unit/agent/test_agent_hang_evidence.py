@@ -73,26 +73,22 @@ def test_it_failed_at_its_last_sign_of_life_by_both_clocks(tmp_path: Path) -> No
     assert (failure.ended_ns, failure.ended_uptime_ns) == (4, 2)
 
 
-def test_one_that_was_stopped_from_outside_has_a_name_that_is_no_bug(tmp_path: Path) -> None:
-    failure = failure_of(worker(tmp_path, stderr=DUMP.format(function="load"), of=state("T")))
-    assert failure.fingerprint == "hang:stopped"
-    assert not may_be_a_bug(failure.fingerprint)
-    assert failure.reason.startswith("SIGSTOP not sent by hpc-elastic")
-    assert "in load" in failure.traceback
-
-
-def test_one_in_the_kernel_is_infrastructure(tmp_path: Path) -> None:
-    hung = worker(tmp_path, of=state("D"))
-    failure = failure_of(hung)
-    assert (failure.fingerprint, failure.category) == ("hang:kernel", Category.INFRASTRUCTURE)
-    assert not may_be_a_bug(failure.fingerprint)
-    assert "D (disk sleep) in somewhere" in failure.reason
-
-
-def test_who_answers_was_in_the_kernel_for_a_moment_only(tmp_path: Path) -> None:
-    failure = failure_of(worker(tmp_path, stderr=DUMP.format(function="load"), of=state("D")))
-    assert failure.category is Category.WORKER
-    assert may_be_a_bug(failure.fingerprint)
+@pytest.mark.parametrize(
+    ("letter", "stderr", "name", "category", "is_a_bug", "reason"),
+    [
+        ("T", DUMP.format(function="load"), "hang:stopped", Category.WORKER, False, "SIGSTOP not sent by hpc-elastic"),
+        ("D", "", "hang:kernel", Category.INFRASTRUCTURE, False, "D (disk sleep) in somewhere"),
+        ("D", DUMP.format(function="load"), "hang:", Category.WORKER, True, ""),  # it answers: for a moment only
+    ],
+)
+def test_how_it_stood_names_it(
+    tmp_path: Path, letter: str, stderr: str, name: str, category: Category, is_a_bug: bool, reason: str
+) -> None:
+    failure = failure_of(worker(tmp_path, stderr=stderr, of=state(letter)))
+    assert failure.fingerprint.startswith(name)
+    assert (failure.category, may_be_a_bug(failure.fingerprint)) == (category, is_a_bug)
+    assert reason in failure.reason
+    assert ("in load" in failure.traceback) is bool(stderr)
 
 
 def test_a_child_that_hangs_is_told_of(tmp_path: Path) -> None:
@@ -100,11 +96,6 @@ def test_a_child_that_hangs_is_told_of(tmp_path: Path) -> None:
     hung = worker(tmp_path, of=state("D", children=(child,)))
     assert "its child 8 to begin its program, which sat in D (disk sleep) in request_wait" in failure_of(hung).reason
     assert "  child 8 python: D (disk sleep) in request_wait_answer" in hung.slot.paths.stacks.read_text()
-
-
-@pytest.mark.parametrize("fingerprint", ["", "hang:stopped", "hang:kernel"])
-def test_what_is_no_bug(fingerprint: str) -> None:
-    assert not may_be_a_bug(fingerprint)
 
 
 def make_evidence(folder: Path, held: dict[int, HeldEnd] | None = None, *, world_size: int = 4) -> WorkerEvidence:

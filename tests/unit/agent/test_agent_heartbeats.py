@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,9 +114,7 @@ def test_no_place_for_it_is_no_end_of_the_run(tmp_path: Path, clock: FakeClock) 
     mounts.write_text("1 0 0:1 / / rw - nfs4 s:/ rw\n")
     folder = open_folder("x", {}, mounts=str(mounts))
     assert folder.path is None
-    watch = HeartbeatWatch(
-        folder=folder, timeouts=SectionTimeouts(seconds={"setup": 1.0}), clock=clock, files=Inline(clock=clock)
-    )
+    watch = make_watch(folder, clock, timeouts=SectionTimeouts(seconds={"setup": 1.0}))
     watch.begin(0, first_rank=0, count=1)
     assert watch.environment(0) == {VARIABLE: ""}
     clock.now += 100
@@ -233,18 +232,22 @@ def test_when_a_worker_spoke(folder: HeartbeatFolder) -> None:
 # -- watching
 
 
-@pytest.fixture
-def watch(folder: HeartbeatFolder, clock: FakeClock, tmp_path: Path) -> HeartbeatWatch:
-    found = HeartbeatWatch(
-        folder=folder,
-        timeouts=SectionTimeouts(seconds={"setup": 100.0, "step": 10.0}),
-        clock=clock,
-        files=Inline(clock=clock),
-        summary=tmp_path / "attempt" / "heartbeats.json",
-        node=3,
-        host="n3",
+def make_watch(folder: HeartbeatFolder, clock: FakeClock, **more: Any) -> HeartbeatWatch:
+    return HeartbeatWatch(
+        **{"folder": folder, "timeouts": SectionTimeouts(), "clock": clock, "files": Inline(clock=clock), **more}
     )
+
+
+@pytest.fixture
+def summary(tmp_path: Path) -> Path:
     (tmp_path / "attempt").mkdir(mode=0o700)
+    return tmp_path / "attempt" / "heartbeats.json"
+
+
+@pytest.fixture
+def watch(folder: HeartbeatFolder, clock: FakeClock, summary: Path) -> HeartbeatWatch:
+    timeouts = SectionTimeouts(seconds={"setup": 100.0, "step": 10.0})
+    found = make_watch(folder, clock, timeouts=timeouts, summary=summary, node=3, host="n3")
     found.begin(0, first_rank=4, count=2)
     return found
 
@@ -286,7 +289,7 @@ def test_a_timeout_of_a_section_that_is_never_entered_is_said_once(
 ) -> None:
     """By rank 0's node, when it would have run out; with what the script lacks."""
     timeouts = SectionTimeouts(seconds={"setup": 9.0, "checkpoint": 30.0}, learns_step=True)
-    watch = HeartbeatWatch(folder=folder, timeouts=timeouts, clock=clock, files=Inline(clock=clock))
+    watch = make_watch(folder, clock, timeouts=timeouts)
     watch.begin(0, first_rank=0, count=1)
     say(watch, clock, 0, 1, section="evaluate")
     began, said = clock.monotonic(), []
@@ -333,9 +336,9 @@ def test_an_agent_that_was_stopped_itself_judges_nobody_for_it(watch: HeartbeatW
     assert watch.look([0, 1]) is not None
 
 
-def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: HeartbeatWatch, clock: FakeClock) -> None:
-    path = watch._summary
-    assert path is not None
+def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(
+    watch: HeartbeatWatch, clock: FakeClock, summary: Path
+) -> None:
     writes = 0
     stamp = None
     began = clock.monotonic()
@@ -344,12 +347,12 @@ def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: Heartbe
         say(watch, clock, 0, count, step=count)
         say(watch, clock, 1, count, step=count)
         watch.look([0, 1])
-        if path.exists() and path.stat().st_mtime_ns != stamp:
-            stamp = path.stat().st_mtime_ns
+        if summary.exists() and summary.stat().st_mtime_ns != stamp:
+            stamp = summary.stat().st_mtime_ns
             writes += 1
     assert clock.monotonic() - began == pytest.approx(120.0)
     assert 120 / SUMMARY_SECONDS - 2 <= writes <= 120 / SUMMARY_SECONDS
-    value = json.loads(path.read_text())
+    value = json.loads(summary.read_text())
     assert (value["version"], value["node"], value["host"], value["round"]) == (1, 3, "n3", 0)
     (first, second) = value["ranks"]
     assert (first["rank"], first["local_rank"], first["section"]) == (4, 0, "step")
@@ -360,27 +363,25 @@ def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: Heartbe
 
 
 def test_the_summary_of_an_agent_that_died_here_is_kept_beside_the_next_ones(
-    watch: HeartbeatWatch, clock: FakeClock, folder: HeartbeatFolder
+    watch: HeartbeatWatch, clock: FakeClock, folder: HeartbeatFolder, summary: Path
 ) -> None:
-    path = watch._summary
-    assert path is not None
     say(watch, clock, 0, 1, step=8, first_step=7)
     watch.refresh()
-    second = HeartbeatWatch(
-        folder=folder, timeouts=SectionTimeouts(), clock=clock, files=Inline(clock=clock), summary=path, node=3
-    )
+    second = make_watch(folder, clock, summary=summary, node=3)
     for round_index in (1, 2):
         second.begin(round_index, first_rank=4, count=2)
         say(second, clock, 0, 1, step=20 * round_index)
         second.refresh()
-    found = {name.name: json.loads(name.read_text()) for name in path.parent.iterdir()}
+    found = {name.name: json.loads(name.read_text()) for name in summary.parent.iterdir()}
     assert {name: value["round"] for name, value in found.items()} == {
         "heartbeats.json": 2, "heartbeats-round-00000.json": 0
     }  # fmt: skip
     assert found["heartbeats-round-00000.json"]["progress"]["step"] == 8
 
 
-def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HeartbeatWatch, clock: FakeClock) -> None:
+def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(
+    watch: HeartbeatWatch, clock: FakeClock, summary: Path
+) -> None:
     now_ns = int(clock.monotonic() * 1e9)
     for local_rank in (0, 1):
         say(watch, clock, local_rank, 1, step=8, checkpoints=1, saved_ns=now_ns, saved_step=7 + local_rank)
@@ -392,8 +393,7 @@ def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HeartbeatWatc
             file.write(page)
     clock.now += 4.0
     watch.refresh()
-    assert watch._summary is not None
-    value = json.loads(watch._summary.read_text())
+    value = json.loads(summary.read_text())
     assert (value["total"], value["loss"]) == (500, 0.5)
     assert [(beat["saved_step"], beat["saved_age"]) for beat in value["ranks"]] == [(7, 4.0), (8, 4.0)]
 
@@ -409,24 +409,22 @@ def test_the_pace_is_that_of_the_last_minute() -> None:
     assert pace.steps_per_second == pytest.approx(3.0, rel=0.02), "looks in quick succession are one"
 
 
-def test_who_never_speaks_costs_no_file(watch: HeartbeatWatch, clock: FakeClock) -> None:
+def test_who_never_speaks_costs_no_file(watch: HeartbeatWatch, clock: FakeClock, summary: Path) -> None:
     until_due(watch, clock)
     watch.look([0, 1])
     watch.refresh()
-    assert watch._summary is not None
-    assert not watch._summary.exists()
+    assert not summary.exists()
 
 
-def test_what_the_kernel_shows_is_written_as_it_changes(watch: HeartbeatWatch, clock: FakeClock) -> None:
-    path, began = watch._summary, clock.monotonic()
-    assert path is not None
+def test_what_the_kernel_shows_is_written_as_it_changes(watch: HeartbeatWatch, clock: FakeClock, summary: Path) -> None:
+    began = clock.monotonic()
     written: list[float] = []
     for since in (None, None, began + 100.0, began + 100.0, None):
         clock.now += 60.0
         watch.note_idle(since)
-        if path.exists():
-            written.append(json.loads(path.read_text())["progress"]["resting"])
-            path.unlink()
+        if summary.exists():
+            written.append(json.loads(summary.read_text())["progress"]["resting"])
+            summary.unlink()
     assert written == [0.0, 80.0, 0.0]
     progress = watch.progress()
     assert progress is not None
@@ -441,7 +439,9 @@ def collect(watch: HeartbeatWatch, clock: FakeClock, local_rank: int, done: int,
     path.write_bytes(page)
 
 
-def test_collectives_are_progress_where_no_step_is_known(watch: HeartbeatWatch, clock: FakeClock) -> None:
+def test_collectives_are_progress_where_no_step_is_known(
+    watch: HeartbeatWatch, clock: FakeClock, summary: Path
+) -> None:
     clock.now += 20.0
     collect(watch, clock, 0, 12)
     collect(watch, clock, 1, 11)
@@ -450,8 +450,7 @@ def test_collectives_are_progress_where_no_step_is_known(watch: HeartbeatWatch, 
     progress = watch.progress()
     assert progress is not None
     assert (progress.source, progress.counted_steps) == (ProgressSource.COLLECTIVES, 12)
-    assert watch._summary is not None
-    ranks = json.loads(watch._summary.read_text())["ranks"]
+    ranks = json.loads(summary.read_text())["ranks"]
     assert [(beat["counted_steps"], beat["source"], beat["age"], beat["section"]) for beat in ranks] == [
         (12, "collectives", 3.0, "setup"), (11, "collectives", 3.0, "setup")
     ]  # fmt: skip
@@ -468,29 +467,26 @@ def test_collectives_are_progress_where_no_step_is_known(watch: HeartbeatWatch, 
     assert watch.counted_steps == -1, "a round that ends before its first step did none"
 
 
-def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HeartbeatWatch, clock: FakeClock) -> None:
-    say(watch, clock, 0, 1, step=7, section="load")
+@pytest.mark.parametrize(
+    ("step", "hung"),
+    [
+        (7, {0: "no heartbeat for 9.0 s in section 'load' at step 7, while others are at step 8 and wait"}),
+        (8, {}),
+    ],
+)
+def test_another_nodes_verdict_shows_who_it_waits_for_here(
+    watch: HeartbeatWatch, clock: FakeClock, step: int, hung: dict[int, str]
+) -> None:
+    say(watch, clock, 0, 1, step=step, section="load")
     say(watch, clock, 1, 1, step=8)
     clock.now += 9.0
     watch.on_hang(HangMark(8, 9.0), [0, 1])
-    assert watch.hung == {0: "no heartbeat for 9.0 s in section 'load' at step 7, while others are at step 8 and wait"}
-    mark = watch.mark
-    assert mark is not None
-    assert mark.step == 7
-
-
-def test_another_nodes_verdict_where_nobody_is_behind(watch: HeartbeatWatch, clock: FakeClock) -> None:
-    say(watch, clock, 0, 1, step=8)
-    clock.now += 9.0
-    watch.on_hang(HangMark(8, 9.0), [0, 1])
-    assert watch.hung == {}
-    assert watch.mark is None
+    assert watch.hung == hung
+    assert (watch.mark.step if watch.mark is not None else None) == (7 if hung else None)
 
 
 def test_a_later_round_knows_what_the_earlier_ones_taught(folder: HeartbeatFolder, clock: FakeClock) -> None:
-    watch = HeartbeatWatch(
-        folder=folder, timeouts=SectionTimeouts(learns_step=True), clock=clock, files=Inline(clock=clock)
-    )
+    watch = make_watch(folder, clock, timeouts=SectionTimeouts(learns_step=True))
     watch.begin(0, first_rank=0, count=1)
     say(watch, clock, 0, 30, intervals=30)
     watch.refresh()
@@ -509,9 +505,7 @@ def test_a_later_round_knows_what_the_earlier_ones_taught(folder: HeartbeatFolde
 def test_a_round_that_begins_at_the_first_step_again_is_warned_about_once(
     folder: HeartbeatFolder, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = HeartbeatWatch(
-        folder=folder, timeouts=SectionTimeouts(), clock=clock, files=Inline(clock=clock), furthest_before=152
-    )
+    watch = make_watch(folder, clock, furthest_before=152)
     rounds = [(0, 3, 0), (4, 5, 0), (0, 160, 1), (161, 170, 0), (1, 2, 0)]
     warned = []
     for number, (first, last, first_rank) in enumerate(rounds):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,32 +50,16 @@ def test_the_option(tmp_path: Path) -> None:
     assert (tmp_path / "n7.prom").exists()
 
 
-class Later:
-    """A disk that hangs: what is to be written waits until a test says so."""
-
-    def __init__(self) -> None:
-        self.posted: list[Callable[[], object]] = []
-
-    def __call__(self, action: Callable[[], object]) -> None:
-        self.posted.append(action)
-
-    def run(self) -> int:
-        posted, self.posted = self.posted, []
-        for action in posted:
-            action()
-        return len(posted)
-
-
 def test_while_a_disk_hangs_the_newest_state_waits(tmp_path: Path) -> None:
-    path, later = tmp_path / "x.prom", Later()
-    sink = PrometheusMetrics(path, post=later)
-    for number in range(10):
-        sink.put("workers.default.n", number)
-    assert later.run() == 1
-    assert 'hpc_elastic_workers_n{role="default"} 9' in path.read_text()
-    sink.put("workers.default.n", 10)
-    assert later.run() == 1
-    assert 'hpc_elastic_workers_n{role="default"} 10' in path.read_text()
+    path, posted = tmp_path / "x.prom", list[Callable[[], object]]()
+    sink = PrometheusMetrics(path, post=posted.append)
+    for newest in (9, 10):
+        for number in range(newest + 1):
+            sink.put("workers.default.n", number)
+        (write,) = posted
+        posted.clear()
+        write()
+        assert f'hpc_elastic_workers_n{{role="default"}} {newest}' in path.read_text()
 
 
 def test_a_planted_temporary_file_of_prometheus_is_not_used(tmp_path: Path) -> None:
@@ -83,24 +68,18 @@ def test_a_planted_temporary_file_of_prometheus_is_not_used(tmp_path: Path) -> N
     assert stat.S_IMODE((tmp_path / "a.prom").stat().st_mode) == 0o644
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, float]] = []
-
-    def put(self, name: str, value: float) -> None:
-        self.seen.append((name, value))
-
-
 def test_durations_and_states_are_told_once() -> None:
-    sink, clock = Sink(), FakeClock()
+    seen: list[tuple[str, float]] = []
+    clock = FakeClock()
+    sink: Any = SimpleNamespace(put=lambda *figure: seen.append(figure))
     figures = RoundFigures(sink, role="trainer", clock=clock)
     assert figures.end("rendezvous") is None
     figures.begin("rendezvous")
-    clock.wait(threading.Event(), 1.25)
+    clock.now += 1.25
     figures.begin("rendezvous")  # asked for again in the same wait
-    clock.wait(threading.Event(), 0.25)
+    clock.now += 0.25
     assert figures.end("rendezvous") == 1.5
     assert figures.end("rendezvous") is None
     figures.enter(WorkerState.HEALTHY)
     figures.enter(WorkerState.HEALTHY)
-    assert sink.seen == [("workers.trainer.rendezvous_seconds", 1.5), ("workers.trainer.healthy", 1)]
+    assert seen == [("workers.trainer.rendezvous_seconds", 1.5), ("workers.trainer.healthy", 1)]

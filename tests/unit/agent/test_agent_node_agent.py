@@ -469,27 +469,14 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Call
         assert p.workers[0].stopping
         return [joinable(1)]
 
-    code = p.run(
-        *RUNNING,
-        lambda: p.workers[0].fall(failure(1), failure(0, stopped_by_agent=True)),
-        [],
-        told_at_once,
-        [],
-        Phase.JOINING,
-        [frozen(1)],
-        [final(1, restarts_used=1)],
-        [closed(Outcome.FAILED)],
-    )
-    assert code == 1
+    fails = p.fall(failure(1), failure(0, stopped_by_agent=True))
+    again = [Phase.JOINING, [frozen(1)], [final(1, restarts_used=1)], [closed(Outcome.FAILED)]]
+    assert p.run(*RUNNING, fails, [], told_at_once, [], *again) == 1
     assert p.agent.state is WorkerState.FAILED
     assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "confirm", "deregister"]
-    index, early_failure = p.said.last("report_failure")
-    assert (index, early_failure.failure_class, early_failure.message) == (
-        0,
-        "unknown",
-        "rank 0 ended with exit code 1",
-    )
-    assert early_failure.retryable
+    index, first = p.said.last("report_failure")
+    assert (index, first.failure_class, first.message) == (0, "unknown", "rank 0 ended with exit code 1")
+    assert first.retryable
     index, summed = p.said.last("sum_up_failures")
     assert (index, summed.message, summed.seconds) == (0, "rank 1: boom", 12.0)
     assert [fields["rank"] for event, fields in p.events if event == "worker_failed"] == [1, 0]
@@ -557,14 +544,7 @@ def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_
 
 def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
     p = play(kill_wait=30.0)
-    code = p.run(
-        *RUNNING,
-        p.signal(signal.SIGTERM),
-        p.wait(3.9),
-        Phase.RUNNING,
-        p.wait(0.2),
-        Phase.LEAVING,
-    )
+    code = p.run(*RUNNING, p.signal(signal.SIGTERM), p.wait(3.9), Phase.RUNNING, p.wait(0.2), Phase.LEAVING)
     assert code == 128 + signal.SIGTERM
     assert p.said.last("close") == (Outcome.CANCELLED, "SIGTERM on n0")
     assert p.workers[0].graces == [pytest.approx(30 - 4.1 - 6)], "what is left of Slurm's KillWait"
@@ -601,22 +581,16 @@ def test_a_cancel_that_comes_while_workers_are_stopped_shortens_their_grace(play
 def test_the_grace_is_never_more_than_slurm_leaves(
     play: Callable[..., Play], kill_wait: float | None, by_slurm: bool, grace: float
 ) -> None:
-    p = play(kill_wait=kill_wait, shutdown_timeout=30.0)
-    how: Step = (p.signal(signal.SIGTERM)) if by_slurm else [closed(Outcome.CANCELLED)]
-    answer = [closed(Outcome.CANCELLED)]
-    p.run(*RUNNING, how, answer)
+    p = play(kill_wait=kill_wait)
+    p.run(*RUNNING, *([p.signal(signal.SIGTERM)] if by_slurm else []), *[[closed(Outcome.CANCELLED)]] * 2)
     assert p.workers[0].graces[0] == grace
 
 
 def test_the_grace_is_never_more_than_a_notice_leaves(play: Callable[..., Play]) -> None:
     """The job has to be requeued before Slurm ends it: where a preemption cancels, it would be lost."""
-    p = play(shutdown_timeout=30.0)
-    p.run(
-        [frozen()],
-        [final(notice=RunNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0))],
-        p.wait(6.0),
-        [closed(Outcome.PREEMPTED)],
-    )
+    p = play()
+    notice = RunNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0)
+    p.run([frozen()], [final(notice=notice)], p.wait(6.0), [closed(Outcome.PREEMPTED)])
     assert p.workers[0].graces == [2.0]
 
 
@@ -628,20 +602,23 @@ def test_workers_whose_round_went_on_without_them_are_killed_at_once(play: Calla
     assert p.workers[0].graces[0] == (-1.0 if is_over else 30.0)
 
 
-def test_a_store_that_can_not_be_used_ends_the_agent(play: Callable[..., Play]) -> None:
+NEWER = Member("00000-n0-0000000000000006-cccc", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("heard", "reason"),
+    [
+        (StoreError(root="/s", why="no space"), "no space"),
+        (frozen(1, (NEWER,)), "a newer agent runs on this node"),
+    ],
+)
+def test_a_store_that_can_not_be_used_or_a_newer_agent_ends_this_one(
+    play: Callable[..., Play], heard: Any, reason: str
+) -> None:
     p = play()
-    code = p.run(*RUNNING, [StoreError(root="/s", why="no space")])
-    assert code == 1
+    assert p.run(*RUNNING, [heard]) == 1
     assert p.workers[0].graces, "and its workers first"
-    assert "no space" in p.event("agent_ended")["reason"]
-
-
-def test_a_newer_agent_on_this_node_is_left_to_it(play: Callable[..., Play]) -> None:
-    p = play()
-    newer = Member("00000-n0-0000000000000006-cccc", 0, 2)
-    code = p.run(*RUNNING, [frozen(1, (newer,))])
-    assert code == 1
-    assert p.event("agent_ended")["reason"] == "a newer agent runs on this node"
+    assert reason in p.event("agent_ended")["reason"]
     assert "close" not in p.said.all()
 
 

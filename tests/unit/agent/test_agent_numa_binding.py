@@ -31,36 +31,41 @@ def bound(binding: NumaBinding, found: Machine, workers: int) -> list[str]:
     return [ranges(sorted(one.cpus)) for one in bind_workers(binding, found, workers)]
 
 
+NO_GPUS = Shape(sockets=2, cores_per_complex=4)
+NODE, SOCKET, EXCLUSIVE, COMPLEX = NumaBinding.NODE, NumaBinding.SOCKET, NumaBinding.EXCLUSIVE, NumaBinding.CORE_COMPLEX
+
+
 @pytest.mark.parametrize(
     ("shape", "binding", "cpus"),
     [
-        (XEON, NumaBinding.NODE, ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]),
-        (XEON, NumaBinding.SOCKET, ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]),
-        (XEON, NumaBinding.EXCLUSIVE, ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]),
-        (XEON, NumaBinding.CORE_COMPLEX, ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]),
-        (EPYC, NumaBinding.NODE, ["4-7", "0-3", "12-15", "8-11"]),
-        (EPYC, NumaBinding.SOCKET, ["0-7", "0-7", "8-15", "8-15"]),
-        (EPYC, NumaBinding.EXCLUSIVE, ["4-7", "0-3", "12-15", "8-11"]),
-        (EPYC, NumaBinding.CORE_COMPLEX, ["4-5", "0-1", "12-13", "8-9"]),
-        (ONE_NODE, NumaBinding.NODE, ["0-7", "0-7"]),
-        (ONE_NODE, NumaBinding.EXCLUSIVE, ["0-3", "4-7"]),
-        (ONE_NODE, NumaBinding.CORE_COMPLEX, ["0-1", "2-3"]),
+        (XEON, NODE, ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]),
+        (XEON, SOCKET, ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]),
+        (XEON, EXCLUSIVE, ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]),
+        (XEON, COMPLEX, ["0-3,8-11", "0-3,8-11", "4-7,12-15", "4-7,12-15"]),
+        (EPYC, NODE, ["4-7", "0-3", "12-15", "8-11"]),
+        (EPYC, SOCKET, ["0-7", "0-7", "8-15", "8-15"]),
+        (EPYC, EXCLUSIVE, ["4-7", "0-3", "12-15", "8-11"]),
+        (EPYC, COMPLEX, ["4-5", "0-1", "12-13", "8-9"]),
+        (ONE_NODE, NODE, ["0-7", "0-7"]),
+        (ONE_NODE, EXCLUSIVE, ["0-3", "4-7"]),
+        (ONE_NODE, COMPLEX, ["0-1", "2-3"]),
+        # Cores that are left over go to the first, and stay whole.
+        (Shape(cores_per_complex=7, threads=2, gpus=(0, 0, 0)), EXCLUSIVE, ["0-2,7-9", "3-4,10-11", "5-6,12-13"]),
+        # A GPU that no worker uses has its share; workers that share one have their own.
+        (XEON, EXCLUSIVE, ["0-1,8-9"]),
+        (XEON, EXCLUSIVE, ["0,8", "1,9", "4,12", "5,13", "2,10", "3,11", "6,14", "7,15"]),
+        # Without GPUs the nodes are divided among the local ranks.
+        (NO_GPUS, NODE, ["0-3", "0-3", "4-7", "4-7"]),
+        (NO_GPUS, EXCLUSIVE, ["0-1", "2-3", "4-5", "6-7"]),
+        (NO_GPUS, NODE, ["0-3", "0-3", "4-7"]),
+        (NO_GPUS, NODE, ["0-3"]),
+        # Nodes of memory alone hold no worker.
+        (Shape(sockets=2, cpuless=2), SOCKET, ["0-3", "4-7"]),
+        (Shape(sockets=1, cpuless=1, gpus=(1,)), NODE, ["0-3"]),
     ],
 )
 def test_a_worker_is_near_its_gpu(tmp_path: Path, shape: Shape, binding: NumaBinding, cpus: list[str]) -> None:
     assert bound(binding, machine(tmp_path, shape), len(cpus)) == cpus
-
-
-def test_cores_that_are_left_over_go_to_the_first_and_stay_whole(tmp_path: Path) -> None:
-    shape = Shape(cores_per_complex=7, threads=2, gpus=(0, 0, 0))
-    assert bound(NumaBinding.EXCLUSIVE, machine(tmp_path, shape), 3) == ["0-2,7-9", "3-4,10-11", "5-6,12-13"]
-
-
-def test_a_gpu_that_no_worker_uses_has_its_share_and_workers_that_share_one_have_their_own(tmp_path: Path) -> None:
-    found = machine(tmp_path, XEON)
-    assert bound(NumaBinding.EXCLUSIVE, found, 1) == ["0-1,8-9"]
-    eight = bound(NumaBinding.EXCLUSIVE, found, 8)
-    assert eight == ["0,8", "1,9", "4,12", "5,13", "2,10", "3,11", "6,14", "7,15"]
 
 
 @pytest.mark.parametrize(
@@ -95,14 +100,6 @@ def test_a_part_of_a_gpu_is_where_all_gpus_are_or_goes_by_local_rank(tmp_path: P
     assert bound(NumaBinding.NODE, machine(tmp_path / "two", XEON, env=env), 2) == ["0-3,8-11", "4-7,12-15"]
 
 
-def test_without_gpus_the_nodes_are_divided_among_the_local_ranks(tmp_path: Path) -> None:
-    found = machine(tmp_path, Shape(sockets=2, cores_per_complex=4))
-    assert bound(NumaBinding.NODE, found, 4) == ["0-3", "0-3", "4-7", "4-7"]
-    assert bound(NumaBinding.EXCLUSIVE, found, 4) == ["0-1", "2-3", "4-5", "6-7"]
-    assert bound(NumaBinding.NODE, found, 3) == ["0-3", "0-3", "4-7"]
-    assert bound(NumaBinding.NODE, found, 1) == ["0-3"]
-
-
 def test_gpus_of_no_known_node_go_by_local_rank(tmp_path: Path) -> None:
     found = machine(tmp_path, Shape(sockets=2, gpus=(-1, -1)))
     assert bound(NumaBinding.NODE, found, 2) == ["0-3", "4-7"]
@@ -134,12 +131,8 @@ def test_the_nearest_node_is_taken_where_the_gpus_own_is_not_the_jobs(tmp_path: 
     assert first.why == "NUMA node 0: GPU 0000:10:00.0 is on node 1, of which this job has no CPU"
 
 
-def test_nodes_of_memory_alone_hold_no_worker(tmp_path: Path) -> None:
-    found = machine(tmp_path, Shape(sockets=2, cpuless=2))
-    assert sorted(found.nodes) == [0, 1]
-    assert bound(NumaBinding.SOCKET, found, 2) == ["0-3", "4-7"]
-    on_memory = machine(tmp_path / "gpu", Shape(sockets=1, cpuless=1, gpus=(1,)))
-    assert bound(NumaBinding.NODE, on_memory, 1) == ["0-3"]
+def test_nodes_of_memory_alone_are_none(tmp_path: Path) -> None:
+    assert sorted(machine(tmp_path, Shape(sockets=2, cpuless=2)).nodes) == [0, 1]
 
 
 def test_too_few_cores_for_own_ones_are_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -76,55 +76,40 @@ def test_1024_ranks_are_judged_in_three_seconds() -> None:
     assert (list(found), len(compared)) == ([777], 1024)
 
 
-def test_what_another_round_wrote_counts_for_nothing() -> None:
-    late = node(arrivals(2), arrivals(3, late=LATE_US), index=0)
-    assert find(node(arrivals(0), arrivals(1)), late) == []
+FIRST, LATE = (arrivals(0), arrivals(1)), (arrivals(2), arrivals(3, late=LATE_US))
+WAITS_FOR_3 = [
+    *(arrivals(rank, group="tp01") for rank in (0, 1)),
+    *(arrivals(2, group="tp23"), arrivals(3, group="tp23", late=LATE_US)),
+    *(arrivals(0, group="dp02"), arrivals(2, group="dp02", late=LATE_US)),
+    *(arrivals(1, group="dp13"), arrivals(3, group="dp13", late=LATE_US)),
+]
+STAGES = [arrivals(0, links=(1,)), arrivals(1, late=LATE_US), arrivals(2, links=(3,)), arrivals(3, late=LATE_US)]
+SAME = [arrivals(1, group="dp"), arrivals(3, group="dp", late=LATE_US)]
+LAST_LATE = [arrivals(rank, late=LATE_US * (rank % 2)) for rank in range(8)]
+LAST = [arrivals(rank, group="dp") for rank in (1, 3, 5, 7)]
 
 
-@pytest.mark.parametrize("reference", ["", "b"])
-def test_a_clock_that_is_not_known_is_not_compared(reference: str) -> None:
-    late = node(arrivals(2), arrivals(3, late=LATE_US), reference=reference)
-    assert find(node(arrivals(0), arrivals(1)), late) == []
-
-
-def test_one_node_needs_no_reference() -> None:
-    assert find(node(arrivals(0), arrivals(1, late=LATE_US), reference="")) == [1]
-
-
-def test_a_rank_that_waits_for_a_slow_one_is_not_slow() -> None:
-    """Ranks 0 and 1, 2 and 3 are tensor-parallel; 0 and 2, 1 and 3 hold the same shards. Rank 3 is slow, and so late is
-    2 in its own data-parallel group, since it waits for 3 in the other."""
-    ranks = [
-        *(arrivals(rank, group="tp01") for rank in (0, 1)),
-        arrivals(2, group="tp23"),
-        arrivals(3, group="tp23", late=LATE_US),
-        arrivals(0, group="dp02"),
-        arrivals(2, group="dp02", late=LATE_US),
-        arrivals(1, group="dp13"),
-        arrivals(3, group="dp13", late=LATE_US),
-    ]
-    assert find(node(*ranks)) == [3]
-
-
-def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
-    """Ranks 0 and 1 are one pipeline, 2 and 3 another; 0 and 2, 1 and 3 are the same stage."""
-    stages = [arrivals(0, links=(1,)), arrivals(1, late=LATE_US), arrivals(2, links=(3,)), arrivals(3, late=LATE_US)]
-    assert find(node(*stages)) == []
-    same = [arrivals(1, group="dp"), arrivals(3, group="dp", late=LATE_US)]
-    assert find(node(*stages, *same)) == [3]
-
-
-def test_where_it_is_not_known_who_sends_to_whom_all_ranks_of_a_group_are_stages() -> None:
-    stages = [replace(arrivals(rank, late=LATE_US * (rank == 1)), has_transfers=True) for rank in range(4)]
-    assert find(node(*stages)) == []
-
-
-def test_a_stage_that_is_late_as_a_whole_is_not_slow() -> None:
-    """Ranks 1 and 3 are the last stage; gloo does not record who sends to whom in a group without collectives."""
-    world = [arrivals(rank, late=LATE_US * (rank % 2)) for rank in range(8)]
-    same = [arrivals(rank, group="dp") for rank in (1, 3, 5, 7)]
-    assert find(node(*world[:4], *same[:2]), node(*world[4:], *same[2:])) == []
-    assert find(node(*world[:4]), node(*world[4:])) == [1, 3, 5, 7]
+@pytest.mark.parametrize(
+    ("nodes", "slow"),
+    [
+        ([node(*FIRST), node(*LATE, index=0)], []),  # another round wrote it
+        *(([node(*FIRST), node(*LATE, reference=reference)], []) for reference in ("", "b")),  # its clock is not known
+        ([node(arrivals(0), arrivals(1, late=LATE_US), reference="")], [1]),  # one node needs no reference
+        # Ranks 0 and 1, 2 and 3 are tensor-parallel; 0 and 2, 1 and 3 hold the same shards. Rank 3 is slow, and so late
+        # is 2 in its own data-parallel group, since it waits for 3 in the other.
+        ([node(*WAITS_FOR_3)], [3]),
+        # Ranks 0 and 1 are one pipeline, 2 and 3 another; 0 and 2, 1 and 3 are the same stage.
+        ([node(*STAGES)], []),
+        ([node(*STAGES, *SAME)], [3]),
+        # It is not known who sends to whom: all ranks of the group are stages.
+        ([node(*(replace(arrivals(rank, late=LATE_US * (rank == 1)), has_transfers=True) for rank in range(4)))], []),
+        # Ranks 1 and 3 are the last stage; gloo does not record who sends to whom in a group without collectives.
+        ([node(*LAST_LATE[:4], *LAST[:2]), node(*LAST_LATE[4:], *LAST[2:])], []),
+        ([node(*LAST_LATE[:4]), node(*LAST_LATE[4:])], [1, 3, 5, 7]),
+    ],
+)
+def test_ranks_are_compared_with_those_that_do_the_same(nodes: list[NodeArrivals], slow: list[int]) -> None:
+    assert find(*nodes) == slow
 
 
 def network(step_ms: int, *travel_ms: float, quick_ms: float | None = None) -> dict[int, NodeArrivals]:

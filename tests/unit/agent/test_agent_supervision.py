@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.agent.supervision import TRANSITIONS, WORKER_STATE, Event, Phase, WorkerState, next_phase
-from hpc_elastic.agent.worker_group import WorkerGroupFailureError, WorkerGroupFailureException
 
 
 def test_every_phase_has_a_row_and_can_be_reached() -> None:
@@ -42,10 +41,3 @@ def test_the_states_values_are_torchs() -> None:
     names = ("UNKNOWN", "INIT", "HEALTHY", "UNHEALTHY", "STOPPED", "SUCCEEDED", "FAILED")
     assert {state.name: state.value for state in WorkerState} == dict(zip(names, (0, 1, 2, 4, 8, 16, 32), strict=True))
     assert [state.name for state in WorkerState if WorkerState.is_running(state)] == ["HEALTHY", "UNHEALTHY"]
-
-
-def test_the_groups_error_carries_the_failures_by_rank() -> None:
-    error = WorkerGroupFailureError(reason="restarts exhausted", exceptions={3: "boom"})
-    assert str(error) == "restarts exhausted"
-    assert error.get_worker_exceptions() == {3: "boom"}
-    assert WorkerGroupFailureException is WorkerGroupFailureError

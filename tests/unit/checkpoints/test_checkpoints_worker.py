@@ -24,6 +24,12 @@ def save(step: int, text: str) -> None:
         (folder / "model.pt").write_text(text)
 
 
+def newest() -> Path:
+    found = latest_checkpoint()
+    assert found is not None
+    return found
+
+
 def test_the_last_whole_one_is_found() -> None:
     assert latest_checkpoint() is None
     save(9, "nine")
@@ -31,8 +37,7 @@ def test_the_last_whole_one_is_found() -> None:
     with pytest.raises(ValueError, match="half"), checkpoint_dir(11) as folder:
         (folder / "model.pt").write_text("el")
         raise ValueError("half")
-    found = latest_checkpoint()
-    assert found is not None
+    found = newest()
     assert (found.name, (found / "model.pt").read_text()) == ("step-10", "ten")
     assert sorted(os.listdir("checkpoints")) == ["step-10", "step-9"]
 
@@ -40,8 +45,7 @@ def test_the_last_whole_one_is_found() -> None:
 def test_a_step_that_is_done_again_takes_the_place_of_the_old_one() -> None:
     save(10, "old")
     save(10, "new")
-    found = latest_checkpoint()
-    assert found is not None
+    found = newest()
     assert (found / "model.pt").read_text() == "new"
     assert os.listdir("checkpoints") == ["step-10"]
 
@@ -49,8 +53,7 @@ def test_a_step_that_is_done_again_takes_the_place_of_the_old_one() -> None:
 def test_one_killed_as_it_replaces_another_leaves_the_old_one() -> None:
     save(10, "old")
     os.rename("checkpoints/step-10", "checkpoints/.old-step-10")
-    found = latest_checkpoint()
-    assert found is not None
+    found = newest()
     assert (found.name, (found / "model.pt").read_text()) == ("step-10", "old")
 
 
@@ -73,8 +76,7 @@ def test_rank_0_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert latest_checkpoint() is None
     other.__exit__(None, None, None)
     leaves.join(30)
-    found = latest_checkpoint()
-    assert found is not None
+    found = newest()
     assert sorted(os.listdir(found)) == ["rank0.pt", "rank1.pt"]
 
 

@@ -133,14 +133,14 @@ def test_each_notification_of_many_is_valid(make_notifier: MakeNotifier) -> None
 
 
 def test_the_datagram_is_the_documented_one(make_notifier: MakeNotifier, stranger: socket.socket) -> None:
-    notifier = make_notifier()
+    notifier = make_notifier(run_uid="another")
     stranger.bind((HOME, 0))
     stranger.settimeout(5)
-    stranger.sendto(sealed(body(notifier.port)), at(notifier))
+    stranger.sendto(sealed(body(notifier.port), run_uid="another"), at(notifier))
     assert heard(notifier) is True
     notifier.notify([stranger.getsockname()], "log/3")
     data = stranger.recv(4096)
-    assert data == sealed(data[32:])
+    assert data == sealed(data[32:], run_uid="another")
     port = stranger.getsockname()[1]
     said = json.loads(data[32:])
     assert abs(said.pop("t") - time.clock_gettime(time.CLOCK_BOOTTIME) * 1e9) < 60e9

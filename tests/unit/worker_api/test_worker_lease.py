@@ -137,19 +137,16 @@ def test_commit_renames_after_a_look_that_it_asked_for(agent: Agent, checkpoint:
     assert not checkpoint.with_name("new").exists()
 
 
-def test_commit_renames_nothing_once_the_round_is_over(agent: Agent, checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_alive", "why"), [(True, r"commit of .*final: this worker's round is over"), (False, "agent is gone")]
+)
+def test_commit_renames_nothing_once_the_round_is_over_or_its_agent_is_gone(
+    agent: Agent, checkpoint: Path, is_alive: bool, why: str
+) -> None:
     agent.write(1)
     agent.answer = lambda now: -1
-    agent.start()
-    with pytest.raises(hpc_elastic.RoundOverError, match=r"commit of .*final: this worker's round is over"):
-        commit(checkpoint)
-    assert checkpoint.read_text() == "old"
-
-
-def test_commit_fails_without_its_agent(agent: Agent, checkpoint: Path) -> None:
-    agent.write(1)
-    agent.end()
-    with pytest.raises(hpc_elastic.RoundOverError, match="agent is gone"):
+    agent.start() if is_alive else agent.end()
+    with pytest.raises(hpc_elastic.RoundOverError, match=why):
         commit(checkpoint)
     assert checkpoint.read_text() == "old"
 

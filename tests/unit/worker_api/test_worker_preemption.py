@@ -39,6 +39,12 @@ def tell(page: Path, *, step: int, serial: int = 1, seconds: float = 60.0) -> No
         file.write(raw)
 
 
+def the_notice() -> hpc_elastic.PreemptionNotice:
+    notice = hpc_elastic.preemption_notice()
+    assert notice is not None
+    return notice
+
+
 def said(page: Path) -> HeartbeatRecord:
     record = read_record(page.read_bytes())
     assert record is not None
@@ -50,13 +56,11 @@ def test_all_save_after_the_step_that_is_agreed(page: Path) -> None:
     assert hpc_elastic.preemption_notice() is None
     tell(page, step=STEP_PENDING)
     assert not hpc_elastic.should_checkpoint(7), "it is being agreed on"
-    notice = hpc_elastic.preemption_notice()
-    assert notice is not None
+    notice = the_notice()
     assert (notice.step, notice.is_agreed) == (None, False)
     tell(page, step=9, serial=2)
     assert [hpc_elastic.should_checkpoint(step) for step in (8, 9, 10)] == [False, True, True]
-    notice = hpc_elastic.preemption_notice()
-    assert notice is not None
+    notice = the_notice()
     assert notice.step == 9
     assert 58 < notice.seconds_left <= 60
 
@@ -64,8 +68,7 @@ def test_all_save_after_the_step_that_is_agreed(page: Path) -> None:
 def test_where_no_step_is_agreed_it_is_due_at_once(page: Path) -> None:
     tell(page, step=NO_STEP, seconds=-5)
     assert hpc_elastic.should_checkpoint(0)
-    notice = hpc_elastic.preemption_notice()
-    assert notice is not None
+    notice = the_notice()
     assert (notice.step, notice.seconds_left) == (None, 0.0)
 
 
