@@ -60,16 +60,11 @@ def test_the_moment_ends_after_a_second() -> None:
     assert (moment.graces, moment.ends.calls) == ([30.0], ["begin"])
 
 
-def test_the_moment_ends_at_once_where_there_is_nothing_to_wait_for() -> None:
-    moment = Moment()
+def test_the_moment_ends_at_once_where_there_is_nothing_to_wait_for_or_a_cause_is_known_elsewhere() -> None:
+    moment, other = Moment(), Moment()
     moment.is_over = True
-    assert moment.stopper.step() is GONE
-
-
-def test_a_cause_that_is_known_elsewhere_ends_the_moment() -> None:
-    moment = Moment()
-    moment.stopper.end_delay()
-    assert moment.stopper.step() is GONE
+    other.stopper.end_delay()
+    assert moment.stopper.step() is other.stopper.step() is GONE
 
 
 def test_less_time_ends_the_moment_and_as_much_does_not() -> None:

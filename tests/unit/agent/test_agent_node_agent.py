@@ -325,19 +325,8 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
 def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
     p = play()
     assert p.agent.state is WorkerState.INIT
-    code = p.run(
-        [START],
-        Phase.JOINING,
-        [frozen()],
-        Phase.READY,
-        [final()],
-        Phase.RUNNING,
-        p.finish,
-        Phase.DONE,
-        [],
-        [closed()],
-    )
-    assert code == 0
+    begins = [[START], Phase.JOINING, [frozen()], Phase.READY, [final()], Phase.RUNNING]
+    assert p.run(*begins, p.finish, Phase.DONE, [], [closed()]) == 0
     assert p.agent.state is WorkerState.SUCCEEDED
     assert p.said.all() == ["join", "confirm", "report_done", "deregister"]
     assert p.said.last("confirm") == (0, "10.0.0.1 29501 1")
@@ -374,13 +363,10 @@ class ColdServer(ForkServer):
     holds_start = True
     due = None
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0)
 
-    def on_setup(self, change: EnvironmentChange) -> None:
-        pass
-
-    handle = close = lambda self: None
+    on_setup = handle = close = lambda self, *_: None
 
     def watched(self) -> tuple[int, ...]:
         return (self._fd,)
@@ -390,7 +376,7 @@ def test_a_cold_agent_waits_for_a_late_record_before_it_asks_to_join(
     play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would end a round that goes on, for workers that then wait for the import."""
-    p = play(parts=[ColdServer(os.eventfd(0))])
+    p = play(parts=[ColdServer()])
     ready = iter([{-1}, {-1}, {p.script.fileno()}])
     monkeypatch.setattr(node_agent, "wait_readable", lambda watched, seconds: next(ready, set()))
     others = final(members=(Member(OTHER, 1, 1),))
@@ -800,18 +786,10 @@ def test_a_part_ends_a_worker_as_a_failure_and_adds_to_its_environment(play: Cal
     scale = Scale()
     p = play(parts=[scale])
     condemned = Condemned(reason="rank 1: too heavy", failure_class=FailureClass.ROOT, ranks={1: "too heavy"})
-
-    def condemn() -> None:
-        assert p.workers[0].environments[0]["SCALE"] == "/bin"
-        scale.found = condemned
-
-    def told() -> list[Any]:
-        assert p.workers[0].condemned == [condemned]
-        assert p.workers[0].stopping
-        assert p.said.last("report_failure")[1].message == "rank 1: too heavy"
-        return [closed(Outcome.FAILED)]
-
-    p.run(*RUNNING, condemn, told)
+    told = p.shows(condemned=[condemned], stopping=True)
+    p.run(*RUNNING, partial(setattr, scale, "found", condemned), told, [closed(Outcome.FAILED)])
+    assert p.said.last("report_failure")[1].message == "rank 1: too heavy"
+    assert p.workers[0].environments[0]["SCALE"] == "/bin"
 
 
 def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[..., Play]) -> None:

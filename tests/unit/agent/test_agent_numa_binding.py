@@ -131,10 +131,6 @@ def test_the_nearest_node_is_taken_where_the_gpus_own_is_not_the_jobs(tmp_path: 
     assert first.why == "NUMA node 0: GPU 0000:10:00.0 is on node 1, of which this job has no CPU"
 
 
-def test_nodes_of_memory_alone_are_none(tmp_path: Path) -> None:
-    assert sorted(machine(tmp_path, Shape(sockets=2, cpuless=2)).nodes) == [0, 1]
-
-
 def test_too_few_cores_for_own_ones_are_refused_with_the_way_out(tmp_path: Path) -> None:
     found = machine(tmp_path, XEON, allowed=frozenset({0, 8, 4, 5}))
     with pytest.raises(UsageError, match=r"has 1 physical core of NUMA node 0 for 2 workers; ask for more CPUs"):

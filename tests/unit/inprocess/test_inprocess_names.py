@@ -81,18 +81,15 @@ def test_the_wrappers_arguments_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("function", "wanted"),
     [
-        (
-            inprocess.initialize.RetryController,
-            {"max_iterations": None, "min_world_size": 1, "min_active_world_size": 1},
-        ),
-        (inprocess.health_check.CudaHealthCheck, {"timeout": timedelta(seconds=30)}),
-        (inprocess.health_check.FaultCounter, {"max_rank_faults": None}),
-        (inprocess.rank_filter.WorldSizeDivisibleBy, {"divisor": 1}),
-        (inprocess.rank_filter.MaxActiveWorldSize, {"max_active_world_size": inspect.Parameter.empty}),
+        ("initialize.RetryController", {"max_iterations": None, "min_world_size": 1, "min_active_world_size": 1}),
+        ("health_check.CudaHealthCheck", {"timeout": timedelta(seconds=30)}),
+        ("health_check.FaultCounter", {"max_rank_faults": None}),
+        ("rank_filter.WorldSizeDivisibleBy", {"divisor": 1}),
+        ("rank_filter.MaxActiveWorldSize", {"max_active_world_size": inspect.Parameter.empty}),
     ],
 )
-def test_the_hooks_arguments_and_defaults(function: Any, wanted: dict[str, Any]) -> None:
-    assert defaults(function) == wanted
+def test_the_hooks_arguments_and_defaults(function: str, wanted: dict[str, Any]) -> None:
+    assert defaults(attrgetter(function)(inprocess)) == wanted
 
 
 def test_hooks_with_arguments_that_have_no_default() -> None:
