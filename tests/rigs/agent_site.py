@@ -10,10 +10,10 @@ from typing import Any
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.agent.identity import AgentIdentity
-from hpc_elastic.agent.part import AgentSite, Part
+from hpc_elastic.agent.part import AgentSite, GroupSite, Part
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.option_values import SectionTimeouts
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.run.suspicions import HangSettings
 from hpc_elastic.workers.spawn import Inherited
@@ -71,3 +71,11 @@ def make_site(
         "store_server": Part(),
     }
     return AgentSite(me=me, info=info, **{**given, **shared})
+
+
+def make_group_site(attempt: Path, **changes: Any) -> GroupSite:
+    """Of node 0's workers in round 0, the first of the run."""
+    inert = SimpleNamespace()
+    facts: dict[str, Any] = {"host": "n0", "node": 0, "round": 0, "layout": SimpleNamespace(first_rank=0)}
+    facts |= {"clock": FakeClock(), "files": FILES, "pump": inert, "watch": inert}
+    return GroupSite(attempt=AttemptPaths(attempt), **{**facts, **changes})

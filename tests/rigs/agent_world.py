@@ -32,7 +32,6 @@ from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.workers.stop import Stopped
@@ -40,7 +39,7 @@ from tests.rigs.agent_site import make_site
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_workers import FakeWorkers, failure
 from tests.rigs.rendezvous_world import Crash, Node, World
-from tests.rigs.specs import make_spec
+from tests.rigs.specs import make_attempt, make_spec
 
 LOOKS_TO_STOP = 2
 
@@ -268,12 +267,10 @@ class AgentNode(Node):
         self.lease.set_intervals(self.participant.intervals, has_beats=False)
         site = make_site(
             spec=world.spec,
-            attempt=AttemptInfo(
-                number=0,
+            attempt=make_attempt(
                 cluster="local",
                 nodes=tuple(f"n{node}" for node in range(world.settings.expected_nodes)),
                 batch_host="n0",
-                started_ns=0,
             ),
             info=self.info,
             clock=world.clock,

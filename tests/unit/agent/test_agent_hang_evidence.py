@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.hang_stop import HungWorker, WorkerSlot, describe_hang, read_stacks
-from hpc_elastic.agent.part import Condemned, GroupSite
+from hpc_elastic.agent.part import Condemned
 from hpc_elastic.agent.restart_policy import may_be_a_bug
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, Whereabouts
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import HeldEnd
-from hpc_elastic.run.paths import AttemptPaths, RankPaths
+from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers.spawn import ExitStatus
-from tests.rigs.fake_clock import FakeClock
+from tests.rigs.agent_site import make_group_site
 
 DUMP = """\
 Fatal Python error: Aborted
@@ -106,17 +106,8 @@ def make_evidence(folder: Path, held: dict[int, HeldEnd] | None = None, *, world
         holds=lambda pid: pid in (held or {}),
         take_held=lambda pid: (held or {}).pop(pid, None),
     )
-    site = GroupSite(
-        attempt=AttemptPaths(folder / "attempt-000"),
-        host="n0",
-        node=0,
-        round=0,
-        layout=SimpleNamespace(first_rank=0, world_size=world_size),  # type: ignore[arg-type]
-        clock=FakeClock(),
-        files=SimpleNamespace(do=lambda job, **_: job()),  # type: ignore[arg-type]
-        pump=inert,
-        watch=inert,
-    )
+    layout = SimpleNamespace(first_rank=0, world_size=world_size)
+    site = make_group_site(folder / "attempt-000", layout=layout, pump=inert, watch=inert)
     return WorkerEvidence(site, StopRecord(), inert)
 
 

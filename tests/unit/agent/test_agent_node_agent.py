@@ -35,7 +35,6 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
 from hpc_elastic.run.activities import Activity, Doing, RankSockets
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
@@ -46,7 +45,7 @@ from tests.rigs.agent_site import make_site
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_workers import FakeWorkers, failure
-from tests.rigs.specs import make_spec
+from tests.rigs.specs import make_attempt, make_spec
 
 ME = "00000-n0-0000000000000005-aaaa"
 OTHER = "00001-n1-0000000000000001-bbbb"
@@ -292,9 +291,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
 
         site = make_site(
             spec=make_spec(**spec, hangs=hangs or HangSettings()),
-            attempt=AttemptInfo(
-                number=0, cluster=cluster, nodes=("n0", "n1"), batch_host="n0", started_ns=0, kill_wait=kill_wait
-            ),
+            attempt=make_attempt(cluster=cluster, nodes=("n0", "n1"), batch_host="n0", kill_wait=kill_wait),
             info=NodeInfo(uid=ME, node=0, host="n0", local_world_size=2, addresses=("10.0.0.1",), port=1),
             environ={"PATH": "/bin"},
             coordination=script,

@@ -160,15 +160,23 @@ def noted() -> Node:
     return node
 
 
+def agreed() -> Node:
+    node = noted()
+    node.on_record(AGREED)
+    return node
+
+
+SAVED = {"checkpoints": 1, "saved_step": 30}
+
+
 def test_the_node_has_saved_when_all_its_workers_have() -> None:
     node = noted()
     node.pages.put(0, checkpoints=4, saved_step=30)
-    node.pages.put(1, checkpoints=1, saved_step=30)
+    node.pages.put(1, **SAVED)
     assert node.read(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
-    node = noted()
-    node.on_record(AGREED)
+    node = agreed()
     assert node.read(after=1.0) is None
-    node.pages.put(1, checkpoints=1, saved_step=30)
+    node.pages.put(1, **SAVED)
     assert node.read(after=1.0) is None
     node.pages.put(0, checkpoints=4, saved_step=31)
     reply = node.read(after=1.0)
@@ -176,16 +184,21 @@ def test_the_node_has_saved_when_all_its_workers_have() -> None:
     assert node.watch.due is None, "there is no more to say"
 
 
-def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
-    node = noted()
-    node.on_record(AGREED)
-    node.pages.put(1, checkpoints=1, saved_step=30)
-    assert node.read(after=1.0, running=(1,)).status is None
-    node = noted()
-    node.on_record(AGREED)
-    node.pages.put(0, asks_for_notices=False)
-    node.pages.put(1, checkpoints=1, saved_step=30)
-    assert node.read(after=1.0).status is None
+@pytest.mark.parametrize(
+    ("first", "second", "running"),
+    [
+        ({}, SAVED, (1,)),  # it has ended
+        ({"asks_for_notices": False}, SAVED, (0, 1)),
+        ({"checkpoints": 4, "saved_step": 30}, {"step": None, "checkpoints": 1}, (0, 1)),  # without steps any will do
+    ],
+)
+def test_a_worker_that_can_save_no_such_step_is_not_waited_for(
+    first: dict[str, Any], second: dict[str, Any], running: tuple[int, ...]
+) -> None:
+    node = agreed()
+    node.pages.put(0, **first)
+    node.pages.put(1, **second)
+    assert node.read(after=1.0, running=running).status is None
 
 
 @pytest.mark.parametrize("early", [10, 29, None])
@@ -193,8 +206,7 @@ def test_a_checkpoint_of_an_earlier_step_or_of_none_is_not_the_one_that_is_waite
     early: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    node = noted()
-    node.on_record(AGREED)
+    node = agreed()
     node.pages.put(0, checkpoints=4, saved_step=30)
     node.pages.put(1, checkpoints=1, saved_step=early)
     assert node.read(after=1.0) is None
@@ -221,14 +233,6 @@ def test_a_worker_that_heeds_the_signal_alone_saves_where_it_stands() -> None:
     assert node.read(after=1.0).status is None
 
 
-def test_a_worker_without_steps_has_saved_with_any_checkpoint() -> None:
-    node = noted()
-    node.on_record(AGREED)
-    node.pages.put(0, checkpoints=4, saved_step=30)
-    node.pages.put(1, step=None, checkpoints=1)
-    assert node.read(after=1.0).status is None
-
-
 def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> None:
     node = noted()
     assert node.watch.ended() is None
@@ -251,8 +255,7 @@ def test_a_signal_that_no_worker_got_has_ended_none() -> None:
 
 
 def test_workers_that_have_all_ended_save_no_more() -> None:
-    node = noted()
-    node.on_record(AGREED)
+    node = agreed()
     assert node.read(after=1.0, running=()) is None, "`ended` says why they ended"
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.hang_stop import WorkerSlot
 from hpc_elastic.agent.local_workers import LocalWorkers
-from hpc_elastic.agent.part import GroupSite
 from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence
 from hpc_elastic.failures.contrast import may_be_of_node, wrong_input
@@ -19,8 +18,8 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, NodeFailure, RoundRecord
-from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.workers.spawn import ExitStatus
+from tests.rigs.agent_site import make_group_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import make_failure
 from tests.rigs.specs import make_record
@@ -437,19 +436,8 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
 
 
 def test_what_this_node_is_short_of_to_start_workers_is_no_bug_in_the_script() -> None:
-    inert: Any = None
-    site = GroupSite(
-        attempt=AttemptPaths(Path("/r/attempt-000")),
-        host="n0",
-        node=0,
-        round=3,
-        layout=SimpleNamespace(first_rank=4, local_world_size=2),  # type: ignore[arg-type]
-        clock=FakeClock(),
-        files=SimpleNamespace(post=lambda action: None),  # type: ignore[arg-type]
-        pump=inert,
-        watch=inert,
-    )
-    evidence = WorkerEvidence(site, StopRecord(), inert)
+    layout, inert = SimpleNamespace(first_rank=4, local_world_size=2), SimpleNamespace()
+    evidence = WorkerEvidence(make_group_site(Path("/r/attempt-000"), layout=layout), StopRecord(), inert)  # type: ignore[arg-type]
     found = evidence.describe_start_failure(0, OSError(24, "Too many open files"))
     assert (found.global_rank, found.retryable) == (4, True)
     assert sum_up([found], node=0, seconds=0.0).fingerprint == ""
