@@ -19,6 +19,7 @@ from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.patterns import PATTERNS, find_pattern
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from tests.rigs.described import described
 
 # Captured from click 8.5, rich-click 1.9, typer 0.29, fire 0.7, absl 2.5, hydra 1.3.8, tyro 1.0, cyclopts 5.4,
 # docopt 0.6.
@@ -57,10 +58,7 @@ def test_real_words_after_an_hour_of_training(case: dict[str, Any], tmp_path: Pa
     if case["exitcode"] == -6:
         thread = "Thread 0x00007f1542893b90 (most recent call first):\n" + '  File "/u/t.py", line 3 in wait\n' * 12
         text += f"Fatal Python error: Aborted\n\n{thread * 40}"
-    log = tmp_path / "stderr.log"
-    log.write_text(text)
-    facts = WorkerFailure(exitcode=case["exitcode"], ended_ns=1)
-    failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=log)
+    failure = described(tmp_path, text, exitcode=case["exitcode"], ended_ns=1)
     assert case["reason"] in failure.reason
     assert failure.failure_class == case["failure_class"]
 
@@ -154,10 +152,8 @@ def test_what_cuda_says_of_memory_and_of_its_driver(text: str, says: str) -> Non
 )
 def test_how_torchs_second_nccl_group_ends_a_process(due_to: str, says: str, tmp_path: Path) -> None:
     """By abort(), without an exception; torch's c10d/nccl2, which ``nccl`` stands for after 2.13."""
-    log = tmp_path / "stderr.log"
-    log.write_text(f"[rank1]:[E1122 10:00:00.123 ProcessGroupNCCL.cpp:1] Aborting process on rank 1 due to {due_to}\n")
-    facts = WorkerFailure(exitcode=-6, ended_ns=1)
-    failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=log)
+    text = f"[rank1]:[E1122 10:00:00.123 ProcessGroupNCCL.cpp:1] Aborting process on rank 1 due to {due_to}\n"
+    failure = described(tmp_path, text, exitcode=-6, ended_ns=1)
     assert says in failure.reason
     assert failure.failure_class == ("root" if "cuda" in due_to else "symptom")
 
@@ -482,12 +478,5 @@ _BOX = "╭─ {title} ─────────╮\n{text}\n╰────�
 def test_a_wrong_call_has_the_librarys_own_message(
     exitcode: int, stderr: str, stdout: str, headline: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "stderr.log").write_text(stderr)
-    (tmp_path / "stdout.log").write_text(stdout)
-    failure = describe_failure(
-        facts=WorkerFailure(exitcode=exitcode, global_rank=0),
-        error_file=tmp_path / "error.json",
-        stderr_log=tmp_path / "stderr.log",
-        stdout_log=tmp_path / "stdout.log",
-    )
+    failure = described(tmp_path, stderr, stdout, exitcode=exitcode, global_rank=0)
     assert (failure.headline, failure.category, failure.retryable) == (headline, Category.INPUT, False)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.failures.decorated import read_json_line, undecorate
-from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from tests.rigs.described import described
 
 PLAIN = """\
 Traceback (most recent call last):
@@ -46,12 +45,6 @@ File /home/ann/train.py:5, in train(name)
 ----> 5     scale = table[name]
 
 KeyError: 'no scale for layer 17'"""  # noqa: W291
-
-
-def described(folder: Path, stderr: str) -> WorkerFailure:
-    (folder / "stderr.log").write_text(stderr)
-    facts = WorkerFailure(exitcode=1, global_rank=1)
-    return describe_failure(facts=facts, error_file=folder / "none.json", stderr_log=folder / "stderr.log")
 
 
 def prefixed(prefix: str, text: str = PLAIN) -> str:

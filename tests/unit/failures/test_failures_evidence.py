@@ -33,8 +33,8 @@ class Printed:
         return self.at_ns or -before_end
 
 
-def describe(tmp_path: Path, stderr: str = "", output: Printed | None = None, **changes: Any) -> WorkerFailure:
-    (tmp_path / "stderr.log").write_text(stderr)
+def describe(tmp_path: Path, stderr: str | bytes = "", output: Printed | None = None, **changes: Any) -> WorkerFailure:
+    (tmp_path / "stderr.log").write_bytes(stderr.encode() if isinstance(stderr, str) else stderr)
     return describe_failure(
         facts=facts(**changes), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log", output=output
     )
@@ -240,28 +240,19 @@ def test_a_failure_of_another_version_is_read_as_far_as_it_goes() -> None:
 
 
 def test_what_a_full_disk_kept_from_the_log_is_read_all_the_same(tmp_path: Path) -> None:
-    log = tmp_path / "stderr.log"
     head, _, rest = TRACE.rpartition("ValueError")
     for stored, unwritten in (("", TRACE), (head, "ValueError" + rest)):
-        log.write_text(stored)
         output = Printed(unwritten=unwritten.encode())
-        failure = describe_failure(
-            facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, output=output
-        )
-        assert failure.exception_type == "ValueError"
-    log.unlink()
-    output = Printed(unwritten=TRACE.encode())
-    found = describe_failure(facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, output=output)
+        assert describe(tmp_path, stored, output, exitcode=1).exception_type == "ValueError"
+    output, none = Printed(unwritten=TRACE.encode()), tmp_path / "none"
+    found = describe_failure(facts=facts(exitcode=1), error_file=none, stderr_log=none, output=output)
     assert found.exception_type == "ValueError"
 
 
 @pytest.mark.parametrize("before", ["", "one\ntwo\n", "10 %\r20 %\r30 %\r\n\x1b[31mred\x1b[0m\n", "\xe4\xf6 torn\n"])
 @pytest.mark.parametrize("after", ["", "Exception ignored in: <x>\nbye\n"])
 def test_the_time_of_a_failure_is_that_of_its_tracebacks_first_line(tmp_path: Path, before: str, after: str) -> None:
-    (tmp_path / "stderr.log").write_bytes(before.encode("latin-1") + (TRACE + after).encode())
-    failure = describe_failure(
-        facts=facts(), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log", output=Printed()
-    )
+    failure = describe(tmp_path, before.encode("latin-1") + (TRACE + after).encode(), Printed())
     assert failure.message == "ValueError: bad 7"
     assert failure.printed_ns == -len((TRACE + after).encode())
 
@@ -272,12 +263,7 @@ def test_a_recorded_exception_has_the_time_at_which_it_was_printed_or_recorded(t
     message = {"message": "ValueError: bad 7", "extraInfo": {"py_callstack": TRACE, "timestamp": "1700000000"}}
     (tmp_path / "error.json").write_text(json.dumps({"message": message, "hpc_elastic": own}))
     for printed, expected in (("", ended - 5), (f"one\n{TRACE}", -len(TRACE))):
-        (tmp_path / "stderr.log").write_text(printed)
-        failure = describe_failure(
-            facts=facts(), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log", output=Printed()
-        )
-        assert failure.printed_ns == expected
-    (tmp_path / "stderr.log").write_text("")
+        assert describe(tmp_path, printed, Printed()).printed_ns == expected
     (tmp_path / "error.json").write_text(json.dumps({"message": message}))
     assert describe(tmp_path).printed_ns == 0, "torch's time has whole seconds"
 

@@ -10,6 +10,7 @@ import pytest
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.log_pieces import piece_path
+from tests.rigs.described import described
 
 _TRACEBACK = """\
 Traceback (most recent call last):
@@ -78,9 +79,7 @@ _ENDINGS = {
 @pytest.mark.parametrize("name", list(_ENDINGS))
 def test_the_end_of_stderr_is_what_stands_beside_the_words_of_the_failure(tmp_path: Path, name: str) -> None:
     exitcode, words = _ENDINGS[name]
-    path = tmp_path / "stderr.log"
-    path.write_text("loss 0.2\n" * 100 + "the last words\n" + words)
-    facts = WorkerFailure(exitcode=exitcode, ended_ns=1)
-    failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=path)
+    text = "loss 0.2\n" * 100 + "the last words\n" + words
+    failure = described(tmp_path, text, exitcode=exitcode, ended_ns=1)
     assert failure.traceback
     assert failure.stderr_tail.split("\n") == ["loss 0.2"] * 19 + ["the last words"]

@@ -10,6 +10,7 @@ from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.last_lines import find_last_lines, goes_on
 from hpc_elastic.failures.ranking import Category
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from tests.rigs.described import described
 
 TRACE = """\
 Traceback (most recent call last):
@@ -26,19 +27,6 @@ Current thread 0x00007f4b437cbb80 (most recent call first):
   File "/home/ann/train.py", line 6 in corrupt
   File "/home/ann/train.py", line 7 in <module>
 """
-
-
-def described(
-    folder: Path, stderr: str, stdout: str = "", exitcode: int = 1, *, stopped: bool = False
-) -> WorkerFailure:
-    (folder / "stderr.log").write_text(stderr)
-    (folder / "stdout.log").write_text(stdout)
-    return describe_failure(
-        facts=WorkerFailure(exitcode=exitcode, pid=7, global_rank=1, stopped_by_agent=stopped),
-        error_file=folder / "none.json",
-        stderr_log=folder / "stderr.log",
-        stdout_log=folder / "stdout.log",
-    )
 
 
 @pytest.mark.parametrize(
@@ -262,9 +250,9 @@ def test_alike_lines_are_progress_and_a_repeated_sentence_is_none() -> None:
 def test_a_worker_that_went_on_after_a_traceback_was_not_failing_when_it_was_stopped(tmp_path: Path) -> None:
     few = "".join(STEPS.splitlines(keepends=True)[:4])
     for stderr in (UNCAUGHT + few, few + CAUGHT + "step 9: loss 0.1\n"):
-        assert described(tmp_path, stderr, exitcode=-15, stopped=True).exception_type == ""
+        assert described(tmp_path, stderr, exitcode=-15, stopped_by_agent=True).exception_type == ""
     for stderr in (few + UNCAUGHT, few + UNCAUGHT + "closing\n"):
-        assert described(tmp_path, stderr, exitcode=-15, stopped=True).exception_type == "FileNotFoundError"
+        assert described(tmp_path, stderr, exitcode=-15, stopped_by_agent=True).exception_type == "FileNotFoundError"
 
 
 def test_a_line_of_stdout_long_before_the_end_is_no_reason(tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.origin import OWN_WATCHDOG, explain, explain_chain, explain_text, find_origin
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from tests.rigs.described import described
 
 SITE = "/venv/lib/python3.11/site-packages"
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
@@ -133,10 +132,7 @@ def test_a_checkpoints_exception_is_that_of_the_rank_it_names(
     tmp_path: Path, rank: int, expected: FailureClass
 ) -> None:
     """Captured from torch 2.13, which raises it on all ranks."""
-    log = tmp_path / "stderr.log"
-    log.write_text(CHECKPOINT.format(rank=rank))
-    facts = WorkerFailure(global_rank=rank, exitcode=1)
-    failure = describe_failure(facts=facts, error_file=tmp_path / "none.json", stderr_log=log)
+    failure = described(tmp_path, CHECKPOINT.format(rank=rank), global_rank=rank)
     assert failure.failure_class is expected
     assert "ranks:dict_keys([1])" in failure.headline
     assert "OSError: [Errno 28] No space left on device: '/scratch/__1_0.distcp'" in failure.headline
@@ -215,9 +211,7 @@ def test_a_failure_is_named_by_its_origin_and_shown_whole(tmp_path: Path) -> Non
 [rank2]:     work.wait()
 [rank2]: RuntimeError: {CLOSED}
 """
-    log = tmp_path / "stderr.log"
-    log.write_text(text)
-    failure = describe_failure(facts=WorkerFailure(exitcode=1), error_file=tmp_path / "none", stderr_log=log)
+    failure = described(tmp_path, text)
     assert (failure.headline, failure.exception_type) == ("ValueError: bad batch 17", "ValueError")
     assert failure.failure_class is FailureClass.ROOT
     assert failure.traceback.endswith(CLOSED)
@@ -225,10 +219,8 @@ def test_a_failure_is_named_by_its_origin_and_shown_whole(tmp_path: Path) -> Non
 
 def test_the_end_of_gloos_text_in_a_scripts_last_line_is_a_symptom(tmp_path: Path) -> None:
     """The script caught the exception, printed the end of its text, and left with 1."""
-    log = tmp_path / "stderr.log"
-    log.write_text("communication failed (ogs of the remote worker before reporting an error. GLHF!), leaving\n")
-    failure = describe_failure(facts=WorkerFailure(exitcode=1), error_file=tmp_path / "none", stderr_log=log)
-    assert failure.failure_class is FailureClass.SYMPTOM
+    text = "communication failed (ogs of the remote worker before reporting an error. GLHF!), leaving\n"
+    assert described(tmp_path, text).failure_class is FailureClass.SYMPTOM
 
 
 def interrupted(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from tests.rigs.described import described
 
 STACK = """\
 Traceback (most recent call last):
@@ -30,15 +30,6 @@ GROUP = """\
     | ValueError: a
     +------------------------------------
 """
-
-
-def described(folder: Path, text: str, exitcode: int = 1) -> WorkerFailure:
-    log = folder / "stderr.log"
-    log.write_text(text, encoding="utf-8")
-    facts = WorkerFailure(
-        attempt=0, round=0, host="n1", node=0, local_rank=1, global_rank=1, pid=7, exitcode=exitcode, ended_ns=10**18
-    )
-    return describe_failure(facts=facts, error_file=folder / "none.json", stderr_log=log)
 
 
 @pytest.mark.parametrize(

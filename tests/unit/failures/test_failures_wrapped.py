@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from tests.rigs.described import described
 
 CHILD = """\
 Traceback (most recent call last):
@@ -52,13 +51,6 @@ Traceback (most recent call last):
     raise RuntimeError('training step failed') from None
 RuntimeError: training step failed
 """
-
-
-def described(folder: Path, stderr: str, exitcode: int = 1) -> WorkerFailure:
-    log = folder / "stderr.log"
-    log.write_text(stderr)
-    facts = WorkerFailure(exitcode=exitcode, global_rank=1)
-    return describe_failure(facts=facts, error_file=folder / "none.json", stderr_log=log)
 
 
 @pytest.mark.parametrize("between", ["", LAUNCHER], ids=["child", "launcher"])

@@ -10,32 +10,20 @@ from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims
 from hpc_elastic.rendezvous.proposals import Proposal
 from hpc_elastic.rendezvous.state import Member, NodeFailure, RoundEvent, RoundRecord, Status
-from tests.rigs.memory_store import MemoryStore
+from tests.rigs.memory_store import SpyStore
 
 RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)
 
 
-class InvalidatedStore(MemoryStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self.invalidated: list[str] = []
-
-    def invalidate(self, folder: str) -> None:
-        self.invalidated.append(folder)
-
-    def take(self) -> list[str]:
-        found, self.invalidated = self.invalidated, []
-        return found
-
-
 def test_what_is_waited_for_is_invalidated_ever_more_rarely() -> None:
-    store = InvalidatedStore()
+    store = SpyStore()
     invalidator = CacheInvalidator(store, "me", observes=False)
     times = []
     for tenth in range(1200):
         invalidator.while_waiting(RECORD, seen=4, now=tenth / 10)
-        if store.take():
+        if store.invalidated:
             times.append(tenth / 10)
+            store.invalidated.clear()
     gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
     assert gaps == sorted(gaps)
     assert gaps[0] == pytest.approx(FIRST_SECONDS, abs=0.11)
@@ -45,16 +33,16 @@ def test_what_is_waited_for_is_invalidated_ever_more_rarely() -> None:
 
 @pytest.mark.parametrize("change", ["a claim", "a record"])
 def test_a_change_starts_it_anew(change: str) -> None:
-    store = InvalidatedStore()
+    store = SpyStore()
     invalidator = CacheInvalidator(store, "me", observes=False)
     for second in range(60):
         invalidator.while_waiting(RECORD, seen=4, now=second)
-    store.take()
+    store.invalidated.clear()
     record, seen = (RECORD, 5) if change == "a claim" else (RECORD.successor(waiting=1), 4)
     invalidator.while_waiting(record, seen=seen, now=60.0)
-    assert not store.take(), "only once the tick of the change is over"
+    assert not store.invalidated, "only once the tick of the change is over"
     invalidator.while_waiting(record, seen=seen, now=60.0 + FIRST_SECONDS)
-    assert store.take()
+    assert store.invalidated
 
 
 @pytest.mark.parametrize(
@@ -71,11 +59,11 @@ def test_a_change_starts_it_anew(change: str) -> None:
     ids=["before a record", "final", "joinable", "first round", "a member", "closed", "the supervisor at the end"],
 )
 def test_who_invalidates_what(record: RoundRecord | None, observes: bool, folders: list[str]) -> None:
-    store = InvalidatedStore()
+    store = SpyStore()
     invalidator = CacheInvalidator(store, "me", observes=observes)
     invalidator.while_waiting(record, seen=0, now=0.0)
     invalidator.while_waiting(record, seen=0, now=FIRST_SECONDS)
-    assert store.take() == folders
+    assert store.invalidated == folders
 
 
 FAILURE = NodeFailure(node=0, fingerprint="f", failure_class="root", retryable=True, message="m")

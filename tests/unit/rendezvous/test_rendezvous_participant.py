@@ -23,7 +23,7 @@ from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import StoreWipedError
 from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock
-from tests.rigs.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore, SpyStore
 
 SETTINGS = RendezvousSettings(
     min_nodes=2,
@@ -35,40 +35,6 @@ SETTINGS = RendezvousSettings(
     heartbeat_ttl=20,
     poll_interval=1,
 )
-
-
-class SpyStore(MemoryStore):
-    """Notes what is asked of it; `hidden` keys are listed and can't be read, and `refuse` raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-        self.writes: list[str] = []
-        self.hidden: set[str] = set()
-        self.refuse: Callable[[str], bool] = lambda key: False
-        self.on_read: Callable[[str], None] = lambda key: None
-
-    def get(self, key: str) -> str | None:
-        self.reads.append(key)
-        self.on_read(key)
-        return None if key in self.hidden else super().get(key)
-
-    def version(self, key: str) -> str | None:
-        self.on_read(key)
-        return super().get(key)
-
-    def put_if_absent(self, key: str, value: str) -> bool:
-        self._check(key)
-        self.writes.append(key)
-        return super().put_if_absent(key, value)
-
-    def overwrite(self, key: str, value: str) -> None:
-        self._check(key)
-        super().overwrite(key, value)
-
-    def _check(self, key: str) -> None:
-        if self.refuse(key):
-            raise OSError(5, "Input/output error")
 
 
 class Seat:

@@ -7,25 +7,7 @@ import json
 import pytest
 
 from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, LogRecord, RecordLog
-from tests.rigs.memory_store import MemoryStore
-
-
-class CountingStore(MemoryStore):
-    """Counts what a look costs, and can hide a value that is listed (not readable yet)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gets = 0
-        self.lists = 0
-        self.hidden: set[str] = set()
-
-    def get(self, key: str) -> str | None:
-        self.gets += 1
-        return None if key in self.hidden else super().get(key)
-
-    def list(self, folder: str) -> list[str]:
-        self.lists += 1
-        return super().list(folder)
+from tests.rigs.memory_store import MemoryStore, SpyStore
 
 
 def key(number: int) -> str:
@@ -74,7 +56,7 @@ def test_a_gap_does_not_hide_the_newest() -> None:
 
 
 def test_the_newest_that_can_be_read_holds_for_this_look() -> None:
-    store = CountingStore()
+    store = SpyStore()
     writer, reader = RecordLog(store), RecordLog(store)
     for number in (1, 2, 3):
         writer.append(number, {"number": number})
@@ -96,15 +78,16 @@ def test_the_latest_never_goes_back() -> None:
 
 
 def test_a_look_costs_one_listing_and_one_read_of_something_new() -> None:
-    store = CountingStore()
+    store = SpyStore()
     writer, reader = RecordLog(store), RecordLog(store)
     for number in range(1, 11):
         writer.append(number, {})
-    store.gets = store.lists = 0
+    store.reads.clear()
+    store.listings.clear()
     reader.latest()
-    assert (store.lists, store.gets) == (1, 1)
+    assert (len(store.listings), len(store.reads)) == (1, 1)
     reader.latest()
-    assert (store.lists, store.gets) == (2, 1)
+    assert (len(store.listings), len(store.reads)) == (2, 1)
 
 
 def test_foreign_names_are_left_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RoundLog
 from hpc_elastic.rendezvous.state import MOST_PLAIN, MOST_REPEATED, Member, RoundRecord, Status, decode_record
 from hpc_elastic.store.file_store import LONGEST_SYMLINK
-from tests.rigs.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore, SpyStore
 
 
 def members(count: int) -> tuple[Member, ...]:
@@ -97,22 +97,15 @@ def test_a_list_that_can_not_be_read_yet_is_a_passing_fault() -> None:
 
 
 def test_what_was_told_is_read_without_a_listing() -> None:
-    class Counting(MemoryStore):
-        listings = 0
-
-        def list(self, folder: str) -> list[str]:
-            self.listings += 1
-            return super().list(folder)
-
-    store = Counting()
+    store = SpyStore()
     log, reader = RoundLog(store, "r"), RoundLog(store, "r")
     log.append(first(3))
-    store.listings = 0
+    store.listings.clear()
     found = reader.latest(hint=1)
     assert found == first(3)
-    assert store.listings == 0
+    assert not store.listings
     assert reader.latest(hint=7) is found, "what is not there is looked for as ever"
-    assert store.listings == 1
+    assert len(store.listings) == 1
 
 
 def test_a_log_that_shows_less_than_before_is_noticed() -> None:

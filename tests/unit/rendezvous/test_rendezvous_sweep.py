@@ -19,7 +19,7 @@ from hpc_elastic.rendezvous.sweep import (
     old_rounds,
 )
 from hpc_elastic.store.base import StoreWipedError
-from tests.rigs.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore, SpyStore
 from tests.rigs.rendezvous_world import World
 
 SETTINGS = RendezvousSettings(
@@ -38,16 +38,6 @@ def test_the_newest_rounds_and_what_is_no_round_are_kept() -> None:
     names = ["000000", "000007", "000008", "000009", "000010", ".nfs000000", "later"]
     assert old_rounds(names, newest=9, kept=1) == [0, 7]
     assert old_rounds(names, newest=0, kept=1) == []
-
-
-class Counting(MemoryStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self.deleted: list[str] = []
-
-    def delete(self, key: str) -> None:
-        self.deleted.append(key)
-        super().delete(key)
 
 
 class NoPeers:
@@ -69,7 +59,7 @@ def record(index: int, status: Status = Status.FINAL, leader: str = "00000-me-1-
 
 @pytest.mark.parametrize("status", [Status.JOINABLE, Status.FROZEN, Status.CLOSED])
 def test_nothing_is_removed_while_somebody_waits(status: Status) -> None:
-    store = Counting()
+    store = SpyStore()
     sweep, _ = sweep_of(store, "00000-me-1-a")
     for index in range(20):
         sweep.step(record(index, status), joined=frozenset(), now=float(index) * SWEEP_SECONDS)
@@ -77,7 +67,7 @@ def test_nothing_is_removed_while_somebody_waits(status: Status) -> None:
 
 
 def test_an_observer_removes_nothing() -> None:
-    store = Counting()
+    store = SpyStore()
     store.put_if_absent("round/000000/join+x", "in")
     sweep, _ = sweep_of(store, "00000-me-1-a", observes=True)
     for index in range(20):
@@ -86,7 +76,7 @@ def test_an_observer_removes_nothing() -> None:
 
 
 def test_no_more_than_so_many_at_a_step_and_in_a_second() -> None:
-    store = Counting()
+    store = SpyStore()
     for index in range(500):
         store.put_if_absent(f"round/000000/join+{index:05d}-x-1-a", "in")
     sweep, _ = sweep_of(store, "00000-me-1-a")
@@ -102,19 +92,16 @@ def test_no_more_than_so_many_at_a_step_and_in_a_second() -> None:
 
 
 def test_a_fault_of_the_filesystem_is_nobodys_matter() -> None:
-    class Refusing(MemoryStore):
-        def delete(self, key: str) -> None:
-            raise OSError(5, "no")
-
-    store = Refusing()
+    store = SpyStore()
     store.put_if_absent("round/000000/join+x", "in")
+    store.refuse = lambda key: True
     sweep, _ = sweep_of(store, "00000-me-1-a")
     for index in range(20):
         sweep.step(record(index), joined=frozenset(), now=float(index) * SWEEP_SECONDS)
 
 
 def test_who_was_away_for_long_announces_itself_again() -> None:
-    sweep, peers = sweep_of(Counting(), "00000-me-1-a")
+    sweep, peers = sweep_of(SpyStore(), "00000-me-1-a")
     sweep.step(record(0), joined=frozenset(), now=10.0)
     assert peers.announced == 0
     sweep.step(record(0), joined=frozenset(), now=10.0 + GONE_SECONDS)
