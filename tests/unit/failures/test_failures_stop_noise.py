@@ -60,7 +60,3 @@ def test_a_handler_is_known_by_the_line_that_did_not_call_it() -> None:
     called = find_python_traceback(DECORATED)
     assert called is not None
     assert class_of(called.chain) is FailureClass.ROOT
-
-
-def test_an_exception_of_its_own_stays_one() -> None:
-    assert class_of((raised("ValueError", "bad shard"),)) is FailureClass.ROOT

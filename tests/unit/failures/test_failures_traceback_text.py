@@ -136,12 +136,6 @@ def test_a_group_tells_what_is_in_it() -> None:
     assert found.frames == (Frame(file="/home/ann/py.py", line=13, function="<module>"),)
 
 
-def test_what_ended_nothing_is_not_taken() -> None:
-    ignored = "Exception ignored in: <function A.__del__ at 0x7fce9537d620>\n" + PLAIN.split("\n", 1)[1]
-    assert find_python_traceback(ignored) is None
-    assert read(PLAIN + ignored.replace("bad batch 17", "while collected")).message == "bad batch 17"
-
-
 def test_another_threads_exception_is_taken_where_there_is_no_better_one() -> None:
     thread = "Exception in thread Thread-1 (t):\n" + PLAIN.split("\n", 1)[1].replace("bad batch 17", "in a thread")
     assert read(thread).message == "in a thread"

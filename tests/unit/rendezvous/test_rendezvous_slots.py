@@ -213,11 +213,6 @@ def test_segments_are_in_whole_or_out(
     assert {m.node // segment for m in whole_segments([member(n) for n in present], segment)} == whole
 
 
-@given(previous=NODES, present=NODES, max_nodes=st.integers(1, 12))
-def test_without_segments_every_node_is_whole(previous: list[int], present: list[int], max_nodes: int) -> None:
-    assert whole_segments([member(n) for n in present], 1) == [member(n) for n in present]
-
-
 def test_a_segment_is_filled_by_one_with_as_many_workers_in_the_same_order() -> None:
     before = [sized(0, 4), sized(1, 2), sized(2, 4), sized(3, 4)]
     spares = [sized(4, 4), sized(5, 4), sized(6, 4), sized(7, 2)]

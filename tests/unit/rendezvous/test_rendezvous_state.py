@@ -123,11 +123,6 @@ def test_members_are_found_by_uid() -> None:
     assert RECORD.member("00000-b") is None
 
 
-def test_a_successor_has_the_next_number_and_the_changes() -> None:
-    after = RECORD.successor(round=4)
-    assert (after.number, after.round, after.members) == (8, 4, RECORD.members)
-
-
 FAILURE = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=True, message="boom", step=9, seconds=2)
 
 

@@ -58,19 +58,15 @@ def test_a_node_whose_clock_was_set_back_goes_by_its_starts() -> None:
     assert not supersedes(old, new)
 
 
-def test_the_host_does_not_count_but_the_node_does() -> None:
-    clock = FakeClock()
-    old = new_uid(4, "zzz", clock)
-    clock.now += 1
-    assert supersedes(new_uid(4, "aaa", clock), old)
-    assert not supersedes(new_uid(5, "zzz", clock), old)
-
-
-def test_nobody_supersedes_itself() -> None:
-    name = new_uid(4, "n", FakeClock())
-    assert not supersedes(name, name)
-
-
-def test_in_the_same_nanosecond_one_of_the_two_does() -> None:
-    first, second = "00001-n-0000000000000001-aaaa", "00001-n-0000000000000001-bbbb"
-    assert supersedes(second, first) is not supersedes(first, second)
+@pytest.mark.parametrize(
+    ("newer", "older", "supersedes_it"),
+    [
+        ("00004-aaa-0000000000000002-aaaa", "00004-zzz-0000000000000001-bbbb", True),  # the host does not count
+        ("00005-aaa-0000000000000002-aaaa", "00004-aaa-0000000000000001-bbbb", False),  # the node does
+        ("00004-n-0000000000000001-aaaa", "00004-n-0000000000000001-aaaa", False),  # itself
+        ("00001-n-0000000000000001-bbbb", "00001-n-0000000000000001-aaaa", True),  # of one nanosecond
+        ("00001-n-0000000000000001-aaaa", "00001-n-0000000000000001-bbbb", False),
+    ],
+)
+def test_who_supersedes_whom(newer: str, older: str, supersedes_it: bool) -> None:
+    assert supersedes(newer, older) is supersedes_it
