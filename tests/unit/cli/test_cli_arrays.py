@@ -12,14 +12,12 @@ from typing import cast
 
 import pytest
 
-from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli import list_runs, run_job, status, wait
 from hpc_elastic.cli.run_argument import asked_run, find_run_dir
 from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_status
 from hpc_elastic.launch.run_directory import create_run, create_tasks
-from hpc_elastic.launch.run_status import RunState
 from hpc_elastic.options.command_line import read_arguments
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
@@ -290,8 +288,3 @@ def test_where_there_is_no_slurm_that_is_no_news(
     monkeypatch.setattr(run_job, "slurm_client", lambda: slurm[1])
     with pytest.raises(UnknownRunError, match=r"job 12: no such run \(searched this account's runs"):
         find_run_dir("12", None)
-
-
-def test_states_without_files(array: RunPaths) -> None:
-    runs = {task: run_status.read_status(array.task(task), clock=SystemClock()) for task in TASKS}
-    assert [runs[task].state for task in TASKS] == [RunState.MEETING, RunState.REQUEUED] + [RunState.SUBMITTED] * 3

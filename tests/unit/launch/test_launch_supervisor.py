@@ -225,19 +225,16 @@ def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
     assert (record.status, record.outcome) == (Status.CLOSED, Outcome.FAILED), "said in the store too"
 
 
-def test_not_one_agent_could_be_started(s: Stage) -> None:
-    s.launch_nothing(None, started=False, detail="srun can't be started")
-    result = s.run()
-    assert (result.outcome, result.reason) == (Outcome.TOO_FEW_NODES, "no agent could be started")
-    assert s.world.clock.now < 1020
-
-
 @pytest.mark.parametrize(("code", "started", "retryable"), [(2, True, False), (None, False, True)])
-def test_agents_that_all_refuse_would_do_so_again(s: Stage, code: int | None, started: bool, retryable: bool) -> None:
+def test_where_no_agent_starts_only_refusals_would_come_again(
+    s: Stage, code: int | None, started: bool, retryable: bool
+) -> None:
     s.launch_nothing(code, started=started, detail="no run here")
     result = s.run()
     outcome = Outcome.FAILED if code == 2 else Outcome.TOO_FEW_NODES
     assert (result.outcome, result.retryable) == (outcome, retryable)
+    assert (result.reason == "no agent could be started") is not started
+    assert s.world.clock.now < 1020
 
 
 def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(s: Stage) -> None:

@@ -100,15 +100,6 @@ def test_on_a_python_without_tomllib(place: Place, monkeypatch: pytest.MonkeyPat
     assert "\"tomli>=2; python_version < '3.11'\"" in project
 
 
-def test_layers_complete_each_other(place: Place) -> None:
-    place.write("site", "partition = 'gpu'\naccount = 'everybody'\n")
-    place.write("user", "account = 'mine'\nmail_user = 'me@example.org'\n")
-    parsed = place.resolve("-N4").parsed
-    assert [parsed.get(dest) for dest in ("partition", "account", "mail_user", "nodes")] == [
-        "gpu", "mine", "me@example.org", "4",
-    ]  # fmt: skip
-
-
 def test_a_profile_wins_over_every_file_and_loses_to_the_environment(place: Place) -> None:
     site = place.write("site", "partition = 'cpu'\n[profile.a100]\npartition = 'a100'\nmem = '100G'\n")
     place.write("project", "partition = 'short'\nmem = '1G'\n[profile.a100]\nmem = '200G'\n[profile.h200]\n")

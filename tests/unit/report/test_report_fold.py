@@ -37,14 +37,6 @@ WAITED = f"{_GLOO}unbound_buffer.cc:78] Timed out waiting 2000ms for recv operat
 SENT_LATE = f"{_GLOO}unbound_buffer.cc:137] Timed out waiting 2000ms for send operation to complete"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((), ""), ((5,), "5"), ((1, 0), "0-1"), ((12, 7, 6, 5, 0), "0,5-7,12"), ((3, 3), "3")],
-)
-def test_rank_ranges(ranks: tuple[int, ...], text: str) -> None:
-    assert ranges(ranks) == text
-
-
 @given(st.sets(st.integers(min_value=0, max_value=60)))
 def test_rank_ranges_name_exactly_the_ranks(ranks: set[int]) -> None:
     named: set[int] = set()

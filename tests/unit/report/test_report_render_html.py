@@ -13,7 +13,6 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import CHEAP_NODE_ROUNDS, ENTRIES, STYLE, render_html
-from hpc_elastic.report.render_html_chart import duration
 from hpc_elastic.report.write import write_report
 from tests.browser.sample_runs import HOSTILE, hostile_run, hung_run, many_nodes_run, requeued_run
 from tests.rigs.run_builder import RunBuilder, make_failure
@@ -239,23 +238,6 @@ def test_contrast(scheme: int) -> None:
         assert contrast(palette[name], palette["card"]) >= 3, name
     for name in ("cause", "hang", "symptom", "stopped", "round", "attempt"):
         assert contrast(palette[name], palette["card"]) >= 3, name
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0 ms"),
-        (0.0094, "9 ms"),
-        (0.9996, "1.0 s"),
-        (61.24, "61.2 s"),
-        (99.96, "1 min 40 s"),
-        (3599.6, "1 h 00 min"),
-        (25_200, "7 h 00 min"),
-        (183_600, "2 d 03 h"),
-    ],
-)
-def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 def test_a_page_that_takes_long_is_not_made_by_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 from hpc_elastic.slurm.errors import (
@@ -89,11 +87,3 @@ def test_one_line(version: str, name: str, line: str) -> None:
 def test_one_line_is_bounded() -> None:
     assert len(one_line("sbatch: error: " + "x" * 2000)) == 500
     assert one_line("") == ""
-
-
-@pytest.mark.parametrize("kind", dict.fromkeys(KINDS.values()))
-def test_errors_keep_their_facts_through_pickle(kind: type[SlurmError]) -> None:
-    error = kind(what="requeueing job 7", why="no", argv=("scontrol", "requeue", "7"), rc=1, stderr="e")
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert (str(copy), copy.argv, copy.rc) == ("requeueing job 7: no", ("scontrol", "requeue", "7"), 1)
