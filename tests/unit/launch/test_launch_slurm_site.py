@@ -209,26 +209,20 @@ def test_whether_another_job_runs() -> None:
         assert site(Client(queue_states=answer)).is_running("8") is runs
 
 
-def test_why_a_run_could_not_do_without_nodes() -> None:
-    for script, answer, why in (
-        (
-            SCRIPT,
-            lambda script, extra=(): "Requested node configuration is not available" if extra else None,
-            "Requested node configuration is not available",
-        ),
+@pytest.mark.parametrize(
+    ("script", "answer", "why"),
+    [
+        (SCRIPT, lambda script, extra=(): "not available" if extra else None, "not available"),
         (SCRIPT, None, None),
         (SCRIPT, SlurmError(what="x", why="y"), None),
         (None, "not asked", None),
-    ):
-        assert site(Client(would_run=answer), script=script).why_not_without(None, ["n3"]) == why  # type: ignore[arg-type]
-
-
-def test_a_refusal_that_has_nothing_to_do_with_the_nodes_keeps_no_bad_node() -> None:
-    """A user who has as many jobs as may be submitted, or a rule of the site's own, is refused with any list."""
-    client = Client(would_run=lambda script, extra=(): LIMIT)
-    assert site(client).why_not_without(None, ["n3"]) is None  # type: ignore[arg-type]
-    client = Client(would_run=lambda script, extra=(): "no such nodes are left" if extra else LIMIT)
-    assert site(client).why_not_without(None, ["n3"]) == "no such nodes are left"  # type: ignore[arg-type]
+        # A user who has as many jobs as may be submitted, or a rule of the site's own, is refused with any list.
+        (SCRIPT, lambda script, extra=(): LIMIT, None),
+        (SCRIPT, lambda script, extra=(): "not available" if extra else LIMIT, "not available"),
+    ],
+)
+def test_why_a_run_could_not_do_without_nodes(script: Path | None, answer: Any, why: str | None) -> None:
+    assert site(Client(would_run=answer), script=script).why_not_without(None, ["n3"]) == why  # type: ignore[arg-type]
 
 
 def test_a_run_and_its_job_must_both_be_an_array_or_neither(tmp_path: Path) -> None:

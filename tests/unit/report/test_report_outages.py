@@ -33,9 +33,7 @@ def build(
     outcome: str = "too_few_nodes",
 ) -> RunHistory:
     """Three nodes in a round; which were refused, and which left for that; -1: the supervisor, on n1."""
-    builder = RunBuilder(root / "r", nodes=len(NODES))
-    builder.attempt(0)
-    builder.round(0, 0, at=1, reason="start")
+    builder = RunBuilder(root / "r", nodes=len(NODES)).begin()
     builder.fail(make_failure(1, at=5, exitcode=-9))
     for node in refused:
         role = "agent" if node >= 0 else "supervisor"
@@ -78,9 +76,7 @@ def test_one_that_lasted_on_several_nodes_is_the_cause_and_no_fault_of_theirs(
 
 
 def test_one_that_one_node_alone_saw_counts_against_it(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "r", nodes=len(NODES))
-    builder.attempt(0)
-    builder.round(0, 0, at=1, reason="start")
+    builder = RunBuilder(tmp_path / "r", nodes=len(NODES)).begin()
     builder.event(0, "supervisor", -1, 130, "agent_ended", node=2, name="n3", code=REFUSED_CODE)
     earlier = {"error": "Stale file handle", "path": "", "since_ns": START_NS + 10**10, "seconds": 3.0, "over": True}
     builder.event(0, "agent", 0, 20, "filesystem_refused", **earlier)
@@ -126,9 +122,7 @@ def test_two_links_at_different_times_are_two() -> None:
 
 
 def test_what_slow_ranks_and_a_slow_run_cost(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "r", nodes=2)
-    builder.attempt(0)
-    builder.round(0, 0, at=1, reason="start")
+    builder = RunBuilder(tmp_path / "r", nodes=2).begin()
     slow = {"rank": 1, "node": 1, "host": "n2", "seconds": 0.03, "call": "gloo:all_reduce [[9]]", "calls": 40}
     slow |= {"share": 0.25, "step": 0.12, "since_ns": START_NS + 10**10}
     pace = {"step": 1.25, "best": 1.0, "since_ns": START_NS + 10**11}
