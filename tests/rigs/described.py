@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.failure_text import FailureText
+from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 
@@ -20,3 +22,10 @@ def described(folder: Path, stderr: str, stdout: str | None = None, **facts: Any
         stderr_log=folder / "stderr.log",
         stdout_log="" if stdout is None else folder / "stdout.log",
     )
+
+
+def traceback_in(text: str) -> FailureText:
+    """The last uncaught exception in `text`, which has one."""
+    found = find_python_traceback(text)
+    assert found is not None
+    return found

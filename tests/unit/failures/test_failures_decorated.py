@@ -9,8 +9,7 @@ import pytest
 
 from hpc_elastic.failures.decorated import read_json_line, undecorate
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import find_python_traceback
-from tests.rigs.described import described
+from tests.rigs.described import described, traceback_in
 
 PLAIN = """\
 Traceback (most recent call last):
@@ -88,8 +87,7 @@ def test_lines_of_other_ranks_keep_their_label() -> None:
 
 def test_a_chain_with_a_prefix_stays_a_chain() -> None:
     chain = f"{PLAIN}\n\nDuring handling of the above exception, another exception occurred:\n\n{PLAIN}"
-    found = find_python_traceback(undecorate(prefixed("[rank 1] ", chain)))
-    assert found is not None
+    found = traceback_in(undecorate(prefixed("[rank 1] ", chain)))
     assert len(found.chain) == 2
 
 
@@ -116,8 +114,7 @@ def test_structlogs_dictionaries_are_a_traceback() -> None:
         },
         {"exc_type": "KeyError", "exc_value": "'zu'", "frames": [{"filename": "a.py", "lineno": 1, "name": "f"}]},
     ]
-    found = find_python_traceback(read_json_line(json.dumps({"event": "failed", "exception": stacks}))[0])
-    assert found is not None
+    found = traceback_in(read_json_line(json.dumps({"event": "failed", "exception": stacks}))[0])
     assert [raised.headline for raised in found.chain] == ["RuntimeError: no batch", "KeyError: 'zu'"]
 
 

@@ -9,8 +9,7 @@ import pytest
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.origin import OWN_WATCHDOG, explain, explain_chain, explain_text, find_origin
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import find_python_traceback
-from tests.rigs.described import described
+from tests.rigs.described import described, traceback_in
 
 SITE = "/venv/lib/python3.11/site-packages"
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
@@ -155,15 +154,13 @@ Original Traceback (most recent call last):
 
 def test_the_exception_of_a_loaders_worker_is_part_of_the_chain() -> None:
     text = LOADER.format(kind="ConnectionResetError", message="[Errno 104] Connection reset by peer")
-    found = find_python_traceback(text)
-    assert found is not None
+    found = traceback_in(text)
     assert [one.headline for one in found.earlier] == ["ConnectionResetError: [Errno 104] Connection reset by peer"]
     assert found.causes == ()
     assert found.earlier[0].frames[-1].file == "/home/ann/train.py"
     assert found.earlier[0].source == "return self.sock.recv(10)"
     assert class_of(*found.chain) is None
-    full = find_python_traceback(LOADER.format(kind="OSError", message="[Errno 28] No space left on device"))
-    assert full is not None
+    full = traceback_in(LOADER.format(kind="OSError", message="[Errno 28] No space left on device"))
     assert class_of(*full.chain) is FailureClass.INFRASTRUCTURE
 
 
@@ -185,8 +182,7 @@ def test_the_exceptions_of_a_group_are_parts_of_the_chain() -> None:
     | KeyError: 'shard b'
     +------------------------------------
 """
-    found = find_python_traceback(text)
-    assert found is not None
+    found = traceback_in(text)
     assert [one.headline for one in found.earlier] == [f"RuntimeError: {CLOSED}", "KeyError: 'shard b'"]
     assert found.earlier[1].source == "raise KeyError('shard b')"
     assert class_of(*found.chain) is None

@@ -10,7 +10,7 @@ from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from tests.rigs.described import described
+from tests.rigs.described import described, traceback_in
 
 STACK = """\
 Traceback (most recent call last):
@@ -59,15 +59,13 @@ def test_where_no_traceback_begins_none_is_seen() -> None:
 
 
 def test_a_group_behind_a_progress_bar() -> None:
-    found = find_python_traceback(BAR + GROUP)
-    assert found is not None
+    found = traceback_in(BAR + GROUP)
     assert found.exception_type == "ExceptionGroup"
     assert found.text == GROUP.rstrip("\n")
 
 
 def test_what_is_ignored_stays_so() -> None:
-    found = find_python_traceback(f"{BAR}{WHOLE}Exception ignored in: <function f>\n{STACK}OSError: late\n")
-    assert found is not None
+    found = traceback_in(f"{BAR}{WHOLE}Exception ignored in: <function f>\n{STACK}OSError: late\n")
     assert found.headline == "ValueError: bad batch 17"
 
 

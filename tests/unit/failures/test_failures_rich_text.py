@@ -6,6 +6,7 @@ import pytest
 
 from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.traceback_text import find_python_traceback
+from tests.rigs.described import traceback_in
 
 BOX = """\
 some line before
@@ -52,8 +53,7 @@ def ascii_box(text: str) -> str:
 
 @pytest.mark.parametrize("text", [BOX, ascii_box(BOX)], ids=["unicode", "ascii"])
 def test_a_box_reads_like_a_traceback(text: str) -> None:
-    found = find_python_traceback(text)
-    assert found is not None
+    found = traceback_in(text)
     assert found.text == PLAIN
     assert found.headline == "ValueError: bad batch"
     assert found.frames[0] == Frame(file="/home/ann/r1.py", line=13, function="<module>")
@@ -63,16 +63,12 @@ def test_a_box_reads_like_a_traceback(text: str) -> None:
 
 def test_its_causes_are_named() -> None:
     last = BOX.replace("some line before\n", "").replace("ValueError", "RuntimeError")
-    found = find_python_traceback(
-        f"{BOX}\nThe above exception was the direct cause of the following exception:\n\n{last}"
-    )
-    assert found is not None
+    found = traceback_in(f"{BOX}\nThe above exception was the direct cause of the following exception:\n\n{last}")
     assert found.headline == "RuntimeError: bad batch"
     assert found.causes == ("ValueError: bad batch",)
 
 
 def test_one_that_was_cut_is_none() -> None:
     assert find_python_traceback(BOX[: BOX.index("╰──────────────────────────────────────────────")]) is None
-    found = find_python_traceback(PLAIN + "\n" + BOX[: BOX.index("╰────────────────────────────────────────────")])
-    assert found is not None
+    found = traceback_in(PLAIN + "\n" + BOX[: BOX.index("╰────────────────────────────────────────────")])
     assert found.text.startswith(PLAIN)

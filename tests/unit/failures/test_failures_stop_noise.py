@@ -7,8 +7,8 @@ import pytest
 from hpc_elastic.failures.classify import classify
 from hpc_elastic.failures.failure_text import RaisedException
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from tests.rigs.described import traceback_in
 
 HANDLER = """\
 [rank2]: Traceback (most recent call last):
@@ -53,10 +53,8 @@ def test_stop_noise(chain: tuple[RaisedException, ...]) -> None:
 
 
 def test_a_handler_is_known_by_the_line_that_did_not_call_it() -> None:
-    found = find_python_traceback(HANDLER)
-    assert found is not None
+    found = traceback_in(HANDLER)
     assert found.caller == "time.sleep(8)"
     assert class_of(found.chain) is FailureClass.STOPPED_BY_US
-    called = find_python_traceback(DECORATED)
-    assert called is not None
+    called = traceback_in(DECORATED)
     assert class_of(called.chain) is FailureClass.ROOT

@@ -81,12 +81,8 @@ def test_it_is_classed_and_completed(version: str, case: str, tmp_path: Path) ->
     before["message"]["errorCode"] = 1
     assert after["message"] == before["message"]  # what torch wrote stays as it was
     assert not {"message", "traceback"} & set(after["hpc_elastic"])  # … and stands there once
-    assert read_failure(path, facts=_facts()) == failure
+    assert read_failure(path, facts=WorkerFailure(exitcode=1, ended_ns=1)) == failure
     assert os.listdir(tmp_path) == ["error.json"]
-
-
-def _facts() -> WorkerFailure:
-    return WorkerFailure(exitcode=1, ended_ns=1)
 
 
 def test_the_same_failure_has_the_same_name_whichever_version_wrote_it() -> None:

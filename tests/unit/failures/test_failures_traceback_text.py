@@ -4,8 +4,9 @@ import pytest
 
 from hpc_elastic.base.text import clean_text, cut_middle
 from hpc_elastic.failures.explanation import find_cpp_terminate, find_fatal_error
-from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, Frame
 from hpc_elastic.failures.traceback_text import find_python_traceback
+from tests.rigs.described import traceback_in
 
 PLAIN = """\
 some line before
@@ -73,14 +74,8 @@ SyntaxError: invalid syntax
 """
 
 
-def read(text: str) -> FailureText:
-    found = find_python_traceback(text)
-    assert found is not None
-    return found
-
-
 def test_plain() -> None:
-    found = read(PLAIN)
+    found = traceback_in(PLAIN)
     assert (found.exception_type, found.message, found.causes) == ("ValueError", "bad batch 17", ())
     assert found.headline == "ValueError: bad batch 17"
     assert found.text == PLAIN.split("\n", 1)[1].rstrip("\n")
@@ -92,7 +87,7 @@ def test_plain() -> None:
 
 
 def test_chained_names_its_causes_nearest_first() -> None:
-    found = read(CHAINED)
+    found = traceback_in(CHAINED)
     assert found.headline == "RuntimeError: while handling"
     assert found.causes == ("pkg.errors.LoadError: outer", "KeyError: 'inner'")
     assert found.text == CHAINED.rstrip("\n")
@@ -101,14 +96,14 @@ def test_chained_names_its_causes_nearest_first() -> None:
 
 def test_a_message_of_several_lines_ends_where_something_else_begins() -> None:
     text = PLAIN + "note one\nnote two\n[W1121 05:45:12.1 socket.cpp:1] [c10d] something else\n"
-    found = read(text)
+    found = traceback_in(text)
     assert found.message == "bad batch 17\nnote one\nnote two"
     assert found.lines_after == 1
 
 
 def test_torchs_rank_prefix_is_taken_off() -> None:
     text = "".join(f"[rank3]: {line}\n" for line in PLAIN.splitlines()) + "[rank3]:[E1 a.cpp:1] log\nmore\n"
-    found = read(text)
+    found = traceback_in(text)
     assert found.headline == "ValueError: bad batch 17"
     assert found.message == "bad batch 17"
     assert "[rank3]" not in found.text
@@ -124,13 +119,13 @@ def test_torchs_rank_prefix_is_taken_off() -> None:
     ],
 )
 def test_type_and_message(last: str, exception_type: str, message: str) -> None:
-    found = read(PLAIN.replace("ValueError: bad batch 17", last))
+    found = traceback_in(PLAIN.replace("ValueError: bad batch 17", last))
     assert (found.exception_type, found.message) == (exception_type, message)
     assert found.headline == (f"{exception_type}: {message}" if message else exception_type)
 
 
 def test_a_group_tells_what_is_in_it() -> None:
-    found = read(GROUP)
+    found = traceback_in(GROUP)
     assert found.exception_type == "ExceptionGroup"
     assert found.message.startswith("many (2 sub-exceptions); in it: ValueError: a; ")
     assert found.frames == (Frame(file="/home/ann/py.py", line=13, function="<module>"),)
@@ -138,12 +133,12 @@ def test_a_group_tells_what_is_in_it() -> None:
 
 def test_another_threads_exception_is_taken_where_there_is_no_better_one() -> None:
     thread = "Exception in thread Thread-1 (t):\n" + PLAIN.split("\n", 1)[1].replace("bad batch 17", "in a thread")
-    assert read(thread).message == "in a thread"
-    assert read(PLAIN + thread).message == "bad batch 17"
+    assert traceback_in(thread).message == "in a thread"
+    assert traceback_in(PLAIN + thread).message == "bad batch 17"
 
 
 def test_a_syntax_error_has_no_header() -> None:
-    found = read("warming up\n" + SYNTAX)
+    found = traceback_in("warming up\n" + SYNTAX)
     assert (found.exception_type, found.message) == ("SyntaxError", "invalid syntax")
     assert found.text == SYNTAX.rstrip("\n")
 
@@ -154,12 +149,12 @@ def test_text_without_a_traceback() -> None:
 
 
 def test_a_cut_traceback_is_none_and_an_earlier_whole_one_is_found() -> None:
-    assert read(PLAIN + "Traceback (most recent call last):\n  File ").message == "bad batch 17"
+    assert traceback_in(PLAIN + "Traceback (most recent call last):\n  File ").message == "bad batch 17"
 
 
 def test_texts_are_bounded() -> None:
     frames = '  File "/home/ann/train.py", line 5, in main\n    x()\n' * 10_000
-    found = read(f"Traceback (most recent call last):\n{frames}ValueError: {'x' * 1_000_000}\n")
+    found = traceback_in(f"Traceback (most recent call last):\n{frames}ValueError: {'x' * 1_000_000}\n")
     assert len(found.text) < TEXT_LIMIT + 200
     assert len(found.message) < MESSAGE_LIMIT + 100
     assert found.text.startswith("Traceback (most recent call last):\n  File")

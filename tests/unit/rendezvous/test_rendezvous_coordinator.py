@@ -31,15 +31,7 @@ from hpc_elastic.rendezvous.state import (
 from hpc_elastic.run.coordinator_events import NodeLost
 from hpc_elastic.run.option_values import GrowPolicy
 
-SETTINGS = RendezvousSettings(
-    min_nodes=2,
-    max_nodes=4,
-    expected_nodes=4,
-    timeout=600,
-    last_call_timeout=30,
-    heartbeat_interval=4,
-    heartbeat_ttl=20,
-)
+SETTINGS = RendezvousSettings(min_nodes=2, max_nodes=4, expected_nodes=4)
 NAMES = {0: "node 0", 1: "node 1", 2: "node 2", 3: "nid003"}
 MEMORY = FailureMemory(fingerprint="before", times=1, step=7)
 
@@ -51,9 +43,7 @@ def uid(node: int, start: int = 1) -> str:
 
 def info(name: str, local_world_size: int = 1) -> NodeInfo:
     node = int(name[:5])
-    return NodeInfo(
-        uid=name, node=node, host=f"n{node}", local_world_size=local_world_size, addresses=(), port=0, spare=False
-    )
+    return NodeInfo(uid=name, node=node, host=f"n{node}", local_world_size=local_world_size, addresses=())
 
 
 def members(*names: str) -> tuple[Member, ...]:
@@ -180,11 +170,10 @@ FINAL = record(Status.FINAL, *ALL, master="n0:1")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_when_a_round_is_frozen(what: str, seen: ClusterView, nodes: list[int] | None) -> None:
-    proposal = decide(seen)
     if nodes is None:
-        assert proposal is None
+        assert decide(seen) is None
         return
-    assert proposal is not None
+    proposal = committed(seen)
     assert proposal.event is RoundEvent.FREEZE
     assert proposal.record.status is Status.FROZEN
     assert (proposal.record.round, proposal.record.waiting) == (seen.record.round, 0)
@@ -550,11 +539,10 @@ SIX = [uid(node) for node in range(6)]
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_segments_come_and_go_as_a_whole(what: str, seen: ClusterView, nodes: list[int] | None, reason: str) -> None:
-    proposal = decide(seen, PAIRS)
     if nodes is None:
-        assert proposal is None
+        assert decide(seen, PAIRS) is None
         return
-    assert proposal is not None
+    proposal = committed(seen, PAIRS)
     assert proposal.event is RoundEvent.FREEZE
     assert nodes_of(proposal) == nodes
     assert proposal.reason.replace("nid003", "node 3") == reason
@@ -607,11 +595,10 @@ def test_who_waits_for_the_rest_of_its_segment_makes_no_round_grow() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_frozen_round_opens_again(what: str, seen: ClusterView, lost: dict[int, str] | None) -> None:
-    proposal = decide(seen)
     if lost is None:
-        assert proposal is None
+        assert decide(seen) is None
         return
-    assert proposal is not None
+    proposal = committed(seen)
     assert proposal.event is RoundEvent.REOPEN
     assert proposal.record.status is Status.JOINABLE
     assert proposal.record.round == 6

@@ -55,7 +55,7 @@ class Stage:
 
     def peers(self, node: int, start: int = 1) -> Peers:
         uid = f"{node:05d}-n{node}-{start:016x}-0000" if node >= 0 else "99999-boss-0000000000000001-0000"
-        info = NodeInfo(uid=uid, node=node, host=f"n{node}", local_world_size=1, addresses=(), port=0)
+        info = NodeInfo(uid=uid, node=node, host=f"n{node}", local_world_size=1, addresses=())
         peers = Peers(self.store, info, None)
         peers.announce()
         return peers

@@ -25,16 +25,7 @@ from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore, SpyStore
 
-SETTINGS = RendezvousSettings(
-    min_nodes=2,
-    max_nodes=2,
-    expected_nodes=2,
-    timeout=600,
-    last_call_timeout=30,
-    heartbeat_interval=4,
-    heartbeat_ttl=20,
-    poll_interval=1,
-)
+SETTINGS = RendezvousSettings(min_nodes=2, max_nodes=2, expected_nodes=2)
 
 
 class Seat:

@@ -23,14 +23,7 @@ from tests.rigs.memory_store import MemoryStore, SpyStore
 from tests.rigs.rendezvous_world import World
 
 SETTINGS = RendezvousSettings(
-    min_nodes=1,
-    max_nodes=3,
-    expected_nodes=3,
-    timeout=10_000,
-    last_call_timeout=2,
-    heartbeat_interval=2,
-    heartbeat_ttl=10,
-    poll_interval=1,
+    max_nodes=3, expected_nodes=3, timeout=10_000, last_call_timeout=2, heartbeat_interval=2, heartbeat_ttl=10
 )
 
 
@@ -114,10 +107,6 @@ def kinds(store: MemoryStore) -> Counter[str]:
         return Counter(re.sub(r"[0-9a-f]{4,}.*|\d+", "N", key.split("+")[0]) for key in store._values)
 
 
-def failure(node: int) -> NodeFailure:
-    return NodeFailure(node=node, fingerprint="E", failure_class="root", retryable=True, message="E: boom")
-
-
 def play(world: World, rounds: int, *, values: bool = True) -> None:
     """Fail once in each of so many rounds. A round's programs leave something in its key-value folder."""
     for _ in range(rounds):
@@ -129,7 +118,10 @@ def play(world: World, rounds: int, *, values: bool = True) -> None:
         if values:
             world.store.put_if_absent(f"kv/{now.round:06d}/key/open", "open")
         teller = next(node for node in world.live() if now.member(node.info.uid))
-        teller.participant.claims.report_failure(now.round, failure(teller.index))
+        teller.participant.claims.report_failure(
+            now.round,
+            NodeFailure(node=teller.index, fingerprint="E", failure_class="root", retryable=True, message="E: boom"),
+        )
 
 
 class UncheckedWorld(World):

@@ -26,14 +26,7 @@ from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import World
 
 SETTINGS = RendezvousSettings(
-    min_nodes=1,
-    max_nodes=4,
-    expected_nodes=4,
-    timeout=100_000,
-    last_call_timeout=5,
-    heartbeat_interval=1,
-    heartbeat_ttl=5,
-    poll_interval=1,
+    max_nodes=4, expected_nodes=4, timeout=100_000, last_call_timeout=5, heartbeat_interval=1, heartbeat_ttl=5
 )
 
 

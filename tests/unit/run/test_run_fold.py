@@ -29,10 +29,6 @@ from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 
-def never() -> bool:
-    return False
-
-
 def ended_run(root: Path, *, nodes: int = 2, per_node: int = 2, printed: Callable[[int], bytes]) -> RunPaths:
     """A run with one restart whose rank 2 raised."""
     builder = RunBuilder(root, nodes=nodes, per_node=per_node)
@@ -100,7 +96,7 @@ def counted(root: Path) -> tuple[int, int, int]:
 
 
 def fold(paths: RunPaths) -> None:
-    fold_run(paths, is_late=never)
+    fold_run(paths, is_late=lambda: False)
 
 
 def test_a_run_that_is_over_is_few_files_that_say_the_same(tmp_path: Path) -> None:
@@ -229,7 +225,7 @@ def _prefixes(monkeypatch: pytest.MonkeyPatch, original: Path, folder: Path) -> 
 def test_a_fold_that_is_killed_at_any_step_hides_nothing_and_is_finished_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = ended_run(tmp_path / "run", nodes=2, per_node=2, printed=lambda rank: b"step %d\n" % rank)
+    original = ended_run(tmp_path / "run", printed=lambda rank: b"step %d\n" % rank)
     stopped = 0
     for stopped, paths in enumerate(_prefixes(monkeypatch, original.root, tmp_path)):
         shown = seen(paths)
