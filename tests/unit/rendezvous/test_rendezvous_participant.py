@@ -920,38 +920,6 @@ def test_the_first_one_to_close_wins(store: SpyStore, clock: FakeClock) -> None:
     assert first.record.number == second.record.number
 
 
-def test_the_observer_is_told_when_every_agent_that_lives_has_said_goodbye(store: SpyStore, clock: FakeClock) -> None:
-    observer = Seat(store, clock, OBSERVER_NODE)
-    observer.settle_down()
-    first, _second = running(store, clock)
-    again = Seat(store, clock, 1)  # second's agent was killed and is replaced: nobody waits for its goodbye
-    again.settle_down()
-    first.participant.to_all.close(Outcome.SUCCEEDED, "done")
-    first.settle_down()
-    first.participant.claims.deregister()
-    first.settle_down()
-    observer.settle_down()
-    assert "agents_departed" not in [event for event, _ in observer.events]
-    again.participant.claims.deregister()
-    again.settle_down()
-    for _ in range(3):
-        observer.settle_down()
-    assert [event for event, _ in observer.events].count("agents_departed") == 1
-
-
-def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: FakeClock) -> None:
-    observer = Seat(store, clock, OBSERVER_NODE)
-    observer.settle_down()
-    first, _ = running(store, clock)
-    advance(clock, 22, first)
-    assert first.record.lost == (1,)
-    first.participant.to_all.close(Outcome.FAILED, "enough")
-    first.participant.claims.deregister()
-    first.settle_down()
-    observer.settle_down()
-    assert "agents_departed" in [event for event, _ in observer.events]
-
-
 @pytest.mark.parametrize("crashes", [True, False])
 def test_a_node_that_crashes_while_the_run_ends_is_not_waited_for(
     store: SpyStore, clock: FakeClock, crashes: bool
