@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.rigs.inprocess_ranks import ROOT
 from tests.rigs.processes import is_alive
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.torch
 
@@ -60,20 +60,12 @@ def test_its_monitor_waits_no_longer_than_the_others_would_for_it(tmp_path: Path
             )
         children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children")
         try:
-            deadline = time.monotonic() + 120
-            while not (found := [int(pid) for pid in children.read_text().split()]):
-                assert rank.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            (monitor,) = map(int, until(lambda: children.read_text().split(), (tmp_path / "log").read_text))
         finally:
             rank.kill()
             rank.wait()
-        (monitor,) = found
         try:
-            deadline = time.monotonic() + 100
-            while is_alive(monitor):
-                assert time.monotonic() < deadline, "the monitor process stays"
-                time.sleep(0.05)
+            until(lambda: not is_alive(monitor), "the end of the monitor process", seconds=100)
         finally:
             if is_alive(monitor):
                 os.kill(monitor, signal.SIGKILL)

@@ -22,6 +22,7 @@ from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import config_from_url
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from tests.rigs.submitted_functions import outlives_its_return
+from tests.rigs.waiting import until
 
 
 def handler_at(folder: Path) -> FileRendezvousHandler:
@@ -255,9 +256,7 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
     main = os.getpid()
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 120
-        while len(list(pids.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: len(list(pids.iterdir())) == 2, "both workers")
         os.kill(main, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()

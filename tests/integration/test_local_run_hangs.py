@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from hpc_elastic.agent.heartbeats import PREFIX
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.requirements import require
+from tests.rigs.waiting import until
 
 # Rank 2 stays in step 4 while the others have got to step 5, where they wait for it as in a collective.
 _ONE_HANGS = """
@@ -134,13 +134,6 @@ def test_a_hang_before_the_first_heartbeat_below_a_shell_ends_with_124(tmp_path:
         assert verdict["failure"]["last_step"] is None
 
 
-def _wait_until_gone(folder: Path) -> None:
-    deadline = time.monotonic() + 60
-    while folder.exists():
-        assert time.monotonic() < deadline, "the guardian does not remove it"
-        time.sleep(0.01)
-
-
 def test_heartbeats_leave_nothing_on_the_node_also_when_the_agent_is_killed(tmp_path: Path) -> None:
     script = """
     import hpc_elastic
@@ -162,7 +155,7 @@ def test_heartbeats_leave_nothing_on_the_node_also_when_the_agent_is_killed(tmp_
             held.start()
             os.kill(run.agent(1).pid, signal.SIGKILL)
             held.join()
-            _wait_until_gone(gone)
+            until(lambda: not gone.exists(), "the guardian to remove it")
         run.wait_moments("here", count=2, round_index=1)
         run.say("end")
         assert run.finish() == ExitCode.OK

@@ -22,6 +22,7 @@ from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.user_command import TOKEN_VARIABLE
 from tests.rigs.agent_stand_in import run_stand_in
+from tests.rigs.waiting import until
 
 PATIENCE = 60.0
 
@@ -84,10 +85,7 @@ def test_a_dead_mount_is_a_reason_and_the_others_answers_are_kept(
     checks.close()
     assert checks.is_stuck
     answers.set()
-    deadline = time.monotonic() + PATIENCE
-    while checks.is_stuck and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not checks.is_stuck
+    until(lambda: not checks.is_stuck)
 
 
 def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> None:
@@ -237,9 +235,7 @@ def test_close_ends_what_runs(tmp_path: Path) -> None:
     checks = make(tmp_path, "echo > started; sleep 1000", seconds=1000)
     checks.on_join(0)
     assert len(checks.pids) == 1
-    deadline = time.monotonic() + PATIENCE
-    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until((tmp_path / "started").exists)
     assert len(marked(tmp_path)) >= 1
     checks.close()
     assert marked(tmp_path) == []

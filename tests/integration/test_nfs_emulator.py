@@ -81,16 +81,6 @@ def test_a_listing_is_stale_within_its_time_and_fresh_once_the_folder_is_opened(
         os.close(folder)
 
 
-def test_without_close_to_open_a_listing_is_stale_until_its_time_is_over(clients: Clients) -> None:
-    clients.emulator.change(close_to_open=False)
-    (clients.a / "old").touch()
-    assert os.listdir(clients.b) == ["old"]
-    (clients.a / "new").touch()
-    assert os.listdir(clients.b) == ["old"]
-    clients.emulator.change(directories=SOON)
-    until(lambda: len(os.listdir(clients.b)) == 2)
-
-
 def test_a_missing_name_stays_missing_until_its_folder_is_asked_for_again(clients: Clients) -> None:
     assert not (clients.b / "new").exists()
     (clients.a / "new").write_text("x")
@@ -105,14 +95,6 @@ def test_a_missing_name_shows_when_the_folders_time_is_over(clients: Clients) ->
     assert not (clients.b / "new").exists()
     (clients.a / "new").touch()
     until((clients.b / "new").exists)
-
-
-def test_missing_names_need_not_be_remembered(clients: Clients) -> None:
-    """The mount option lookupcache=pos."""
-    clients.emulator.change(missing_names=0.0)
-    assert not (clients.b / "new").exists()
-    (clients.a / "new").touch()
-    assert (clients.b / "new").exists()
 
 
 def test_a_removed_name_stays_within_its_time(clients: Clients) -> None:
@@ -141,13 +123,6 @@ def test_a_change_within_one_tick_of_the_servers_clock_is_missed_until_the_next(
     assert len(os.listdir(clients.b)) < seen, "nothing has changed since, as far as its time says"
     (clients.a / "next").touch()
     assert len(os.listdir(clients.b)) == seen + 1
-
-
-def test_a_change_attribute_closes_that_hole(clients: Clients) -> None:
-    clients.emulator.change(granularity=3600.0, change_attribute=True)
-    for number in range(1, 20):
-        (clients.a / str(number)).touch()
-        assert len(os.listdir(clients.b)) == number
 
 
 def test_what_a_user_makes_is_that_users_from_the_first_moment_on(clients: Clients) -> None:
@@ -186,15 +161,14 @@ def test_ones_own_changes_show_at_once(clients: Clients) -> None:
 
 def test_caches_by_time_alone_hold_whatever_is_opened(clients: Clients) -> None:
     """As sshfs and other FUSE clients do."""
-    clients.emulator.change(revalidation="time", listings=LONG, missing_names=LONG)
+    clients.emulator.change(revalidation="time")
     assert os.listdir(clients.b) == []
     assert not (clients.b / "new").exists()
     (clients.a / "new").touch()
     assert os.listdir(clients.b) == []
-    clients.emulator.change(listings=SOON)
+    assert not (clients.b / "new").exists()
+    clients.emulator.change(directories=SOON)
     until(lambda: os.listdir(clients.b) == ["new"])
-    assert not (clients.b / "new").exists(), "listed, and yet not there"
-    clients.emulator.change(missing_names=SOON)
     until((clients.b / "new").exists)
 
 
@@ -303,15 +277,6 @@ def test_a_file_that_was_replaced_is_opened_anew(clients: Clients) -> None:
     assert (clients.b / "file").read_text() == "new"
 
 
-def test_a_client_that_does_not_try_again_tells_of_the_stale_handle(clients: Clients) -> None:
-    clients.emulator.change(retry_stale=False)
-    (clients.a / "file").write_text("old")
-    assert (clients.b / "file").read_text() == "old"
-    (clients.a / "temporary").write_text("new")
-    os.replace(clients.a / "temporary", clients.a / "file")
-    assert errno_of((clients.b / "file").read_text) == "ESTALE"
-
-
 def test_a_file_removed_while_its_own_client_has_it_open_is_renamed(clients: Clients) -> None:
     (clients.a / "file").write_text("old")
     with open(clients.a / "file") as reader:
@@ -378,18 +343,11 @@ def test_the_servers_clock_may_be_off(clients: Clients) -> None:
 # -- locks
 
 
-@pytest.mark.parametrize(("locks", "second"), [("server", "EAGAIN"), ("local", ""), ("none", "ENOLCK")])
-def test_locks_hold_on_the_server_or_on_one_mount_or_nowhere(tmp_path: Path, locks: str, second: str) -> None:
-    require_fuse()
-    (tmp_path / "file").touch()
-    with (
-        NfsEmulator(tmp_path, settings=MountSettings(locks=locks)) as emulator,
-        open(emulator.paths[0] / "file", "r+") as mine,
-        open(emulator.paths[1] / "file", "r+") as yours,
-    ):
-        first = errno_of(lambda: fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        assert first == ("ENOLCK" if locks == "none" else "")
-        assert errno_of(lambda: fcntl.flock(yours, fcntl.LOCK_EX | fcntl.LOCK_NB)) == second
+def test_a_lock_of_one_mount_keeps_the_other_out(clients: Clients) -> None:
+    (clients.a / "file").touch()
+    with open(clients.a / "file", "r+") as mine, open(clients.b / "file", "r+") as yours:
+        assert errno_of(lambda: fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)) == ""
+        assert errno_of(lambda: fcntl.flock(yours, fcntl.LOCK_EX | fcntl.LOCK_NB)) == "EAGAIN"
 
 
 # -- figures

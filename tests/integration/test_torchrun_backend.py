@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.nfs_emulator import NfsEmulator, require_fuse
+from tests.rigs.processes import kill_all
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.torch
 
@@ -86,10 +87,7 @@ class Torchruns:
         return "\n".join(path.read_text("utf-8", "replace")[-3000:] for path in sorted(self.folder.glob("agent*.log")))
 
     def until(self, condition: Callable[[], bool], seconds: float = 150.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.05)
+        until(condition, self.logs, seconds=seconds, every=0.05)
 
     def ended_well(self, *agents: subprocess.Popen[bytes]) -> None:
         for agent in agents:
@@ -106,11 +104,7 @@ def torchruns(tmp_path: Path) -> Iterator[Torchruns]:
     runs = Torchruns(tmp_path)
     yield runs
     for agent in runs.agents:
-        for pid in (agent.pid, *_children_in_session(agent.pid)):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        kill_all([agent.pid, *_children_in_session(agent.pid)])
         agent.wait()
 
 

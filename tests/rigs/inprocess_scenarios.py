@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -21,6 +20,7 @@ import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess.monitor_thread import RankShouldRestart
 from hpc_elastic.inprocess.sockets import cut, open_sockets, ports
 from hpc_elastic.inprocess.tools.inject_fault import Fault, strike
+from tests.rigs.swallowing import in_c_callback, in_destructor, in_except, in_generator
 
 Options = dict[str, str]
 
@@ -132,67 +132,6 @@ def traces() -> dict[str, Any]:
 # --- faults of the function that do not end the process
 
 
-class Swallower:
-    """Its destructor runs for as long as it takes to be interrupted."""
-
-    def __del__(self) -> None:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not Swallower.is_interrupted:
-            try:
-                time.sleep(0.02)
-            except RankShouldRestart:
-                Swallower.is_interrupted = True
-                raise
-
-    is_interrupted = False
-
-
-def swallow_in_destructor() -> None:
-    Swallower.is_interrupted = False
-    Swallower()
-    while True:
-        time.sleep(0.02)
-
-
-def swallow_in_except() -> None:
-    for _ in range(3):
-        try:
-            time.sleep(1000)
-        except BaseException:  # what some programs do around everything
-            pass
-    time.sleep(1000)
-
-
-def swallow_in_generator() -> None:
-    def numbers() -> Any:
-        for _ in range(4):
-            try:
-                yield 1
-                time.sleep(1000)
-            except BaseException:
-                continue
-
-    for _ in numbers():
-        pass
-    time.sleep(1000)
-
-
-def swallow_in_c_callback() -> None:
-    compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    calls = []
-
-    @compare
-    def slow(_one: object, _other: object) -> int:
-        calls.append(1)
-        if len(calls) == 1:
-            time.sleep(1000)  # what is raised here, ctypes prints and drops
-        return 0
-
-    values = (ctypes.c_int * 2)()
-    ctypes.CDLL(None).qsort(values, 2, ctypes.sizeof(ctypes.c_int), slow)
-    time.sleep(1000)
-
-
 def _raise() -> None:
     raise ValueError("planted")
 
@@ -207,10 +146,10 @@ def gentle_faults(rank: int, folder: Path, options: Options) -> dict[str, Any]:
     cases: dict[str, tuple[Callable[[], None], Callable[[], None] | None]] = {
         "exception": (_raise, None),
         "own_wish": (_ask_for_a_restart, None),
-        "except": (_raise, swallow_in_except),
-        "destructor": (_raise, swallow_in_destructor),
-        "generator": (_raise, swallow_in_generator),
-        "c_callback": (_raise, swallow_in_c_callback),
+        "except": (_raise, in_except),
+        "destructor": (_raise, in_destructor),
+        "generator": (_raise, in_generator),
+        "c_callback": (_raise, in_c_callback),
         "never_ending_sleep": (lambda: time.sleep(1000), None),
     }
     before = None

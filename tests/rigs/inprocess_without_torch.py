@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,22 +24,7 @@ from hpc_elastic.inprocess.interrupt import (  # noqa: E402  # noqa: E402
     reraise_if_unraisable,
 )
 from hpc_elastic.inprocess.progress_watchdog import _bytecode_probe  # noqa: E402
-
-LONG = 60.0
-"""Seconds: whoever waits them out has failed."""
-
-
-class Lasting:
-    """Its destructor lasts until it is interrupted, and what is raised in it is dropped."""
-
-    was_interrupted = False
-
-    def __del__(self) -> None:
-        try:
-            time.sleep(LONG)
-        except RankShouldRestart:
-            Lasting.was_interrupted = True
-            raise
+from tests.rigs.swallowing import LONG, in_c_callback, in_destructor, in_except, in_generator  # noqa: E402
 
 
 def in_sleep() -> None:
@@ -52,49 +35,6 @@ def in_loop() -> None:
     deadline = time.monotonic() + LONG
     while time.monotonic() < deadline:
         pass
-
-
-def in_destructor() -> None:
-    Lasting()
-    in_sleep()
-
-
-def in_except() -> None:
-    for _ in range(3):
-        try:
-            time.sleep(LONG)
-        except BaseException:
-            pass
-    in_sleep()
-
-
-def in_generator() -> None:
-    def numbers() -> Any:
-        for _ in range(3):
-            try:
-                yield 1
-                time.sleep(LONG)
-            except BaseException:
-                continue
-
-    for _ in numbers():
-        pass
-    in_sleep()
-
-
-def in_c_callback() -> None:
-    calls: list[int] = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    def compare(_one: object, _other: object) -> int:
-        calls.append(1)
-        if len(calls) == 1:
-            time.sleep(LONG)
-        return 0
-
-    values = (ctypes.c_int * 2)()
-    ctypes.CDLL(None).qsort(values, 2, ctypes.sizeof(ctypes.c_int), compare)
-    in_sleep()
 
 
 def in_finally() -> None:

@@ -26,7 +26,7 @@ from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE
 from tests.rigs.event_pairs import read_events
 from tests.rigs.folded_run import unfold
-from tests.rigs.processes import Process, all_processes, bare_environ, below, sockets_left, sockets_of
+from tests.rigs.processes import Process, all_processes, bare_environ, below, kill_all, sockets_left, sockets_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"
@@ -182,11 +182,7 @@ class LocalRun:
     def _kill_all(self) -> None:
         deadline = time.monotonic() + 10.0
         while (left := self.processes()) and time.monotonic() < deadline:
-            for process in left:
-                try:
-                    os.kill(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+            kill_all(process.pid for process in left)
             time.sleep(_POLL)
         if self._supervisor is not None:
             self._supervisor.kill()

@@ -175,15 +175,20 @@ def deaths_of(pids: Iterable[int]) -> Iterator[Callable[[float], dict[int, float
             os.close(fd)
 
 
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL each; one that is gone already is fine."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
 def kill_marked(variable: str, value: str) -> None:
     """SIGKILL every process with this variable in its environment, until there is none."""
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
         if not (left := marked(variable, value)):
             return
-        for process in left:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        kill_all(process.pid for process in left)
         time.sleep(0.02)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from hpc_elastic.submission import ElasticExecutor, ElasticJob, Script
 from tests.rigs.inprocess_ranks import free_ports
+from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -96,18 +96,13 @@ def submit_with_a_killed_rank(
 def of_job(job: ElasticJob[None]) -> subprocess.CompletedProcess[str]:
     """A job's end, as if it were a command's; cancelled where it takes too long."""
     try:
-        deadline = time.monotonic() + PATIENCE
-        while not job.done():
-            assert time.monotonic() < deadline, f"it does not end\n{job.log()}\n{job.stdout()}\n{job.stderr()}"
-            time.sleep(0.1)
+        until(job.done, lambda: f"its end\n{job.log()}\n{job.stdout()}\n{job.stderr()}", seconds=PATIENCE, every=0.1)
         error: Any = job.exception()
     finally:
         if not job.done():
             job.cancel()
-    deadline = time.monotonic() + PATIENCE
-    while not job.report() and time.monotonic() < deadline:  # written just after the end is
-        time.sleep(0.1)
-    said = f"{job.task(0).stdout()}\n{job.report()}\n"
+    report = until(job.report, "its report, written just after the end is", every=0.1)
+    said = f"{job.task(0).stdout()}\n{report}\n"
     return subprocess.CompletedProcess(args=[], returncode=int(error is not None), stdout=said, stderr=f"{error}")
 
 

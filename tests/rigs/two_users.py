@@ -11,7 +11,6 @@ import pwd
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from tests.rigs.processes import kill_all
 from tests.rigs.slurm_cluster.processes import CROWDED, all_pids, call, wait_until
 from tests.rigs.slurm_cluster.python_environment import SYSTEM_PYTHON, PythonEnvironment, python_environment
 
@@ -101,27 +102,14 @@ class User:
         return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
 
     def python(
-        self,
-        source: str,
-        *arguments: object,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 30 * CROWDED,
-        check: bool = True,
+        self, source: str, *arguments: object, check: bool = True, **how: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a piece of Python, whose ``sys.argv[1:]`` are the arguments; see `run`."""
         argv = [self.interpreter, "-c", textwrap.dedent(source), *map(str, arguments)]
-        return self.run(argv, cwd=cwd, env=env, timeout=timeout, check=check)
+        return self.run(argv, check=check, **how)
 
-    def hpc_elastic(
-        self,
-        *arguments: object,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 30 * CROWDED,
-        check: bool = False,
-    ) -> subprocess.CompletedProcess[str]:
-        return self.run(["hpc-elastic", *map(str, arguments)], cwd=cwd, env=env, timeout=timeout, check=check)
+    def hpc_elastic(self, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+        return self.run(["hpc-elastic", *map(str, arguments)], **how)
 
     def pids(self) -> list[int]:
         return [pid for pid in all_pids() if _uid_of(pid) == self.uid]
@@ -217,11 +205,7 @@ def _remove_user(name: str) -> None:
 def _kill_all(uid: int, name: str) -> None:
     def all_dead() -> bool:
         pids = [pid for pid in all_pids() if _uid_of(pid) == uid]
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        kill_all(pids)
         return not pids
 
     wait_until(all_dead, timeout=10, what=f"the processes of {name} die")

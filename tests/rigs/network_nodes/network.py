@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.rigs.processes import kill_all
 from tests.rigs.requirements import require
+from tests.rigs.slurm_cluster.processes import call, pids_in_namespace
 
 NETNS_FOLDER = Path("/run/netns")
 _PREFIX = "hpcnodes-"
@@ -103,7 +104,7 @@ class Network:
         """What this node sends and gets passes at so many Mbit/s at most; needs tc and the kernel's tbf."""
         for netns, device in ((self.netns(node), "eth0"), (self._switch, f"n{node}")):
             limit = ["tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms"]
-            _run(["ip", "netns", "exec", netns, "tc", "qdisc", "add", "dev", device, "root", *limit])
+            call(["ip", "netns", "exec", netns, "tc", "qdisc", "add", "dev", device, "root", *limit])
 
     def _others(self, node: int) -> Iterable[int]:
         return (other for other in range(self._count) if other != node)
@@ -125,37 +126,15 @@ def _remove(name: str) -> None:
     except FileNotFoundError:
         return
     deadline = time.monotonic() + 40
-    while (pids := _pids_in(inode)) and time.monotonic() < deadline:
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+    while (pids := pids_in_namespace("net", inode)) and time.monotonic() < deadline:
+        kill_all(pids)
         time.sleep(0.02)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def _pids_in(inode: int) -> list[int]:
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                if os.stat(f"/proc/{entry}/ns/net").st_ino == inode:
-                    found.append(int(entry))
-            except OSError:
-                continue  # it ended
-    return found
-
-
 def _ip(*arguments: str) -> None:
-    _run(["ip", *arguments])
+    call(["ip", *arguments])
 
 
 def _batch(netns: str, *lines: str) -> None:
-    _run(["ip", "-n", netns, "-batch", "-"], input="\n".join(lines) + "\n")
-
-
-def _run(argv: list[str], *, input: str | None = None) -> None:
-    done = subprocess.run(argv, input=input, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+    call(["ip", "-n", netns, "-batch", "-"], input="\n".join(lines) + "\n")

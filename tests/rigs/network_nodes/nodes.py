@@ -27,10 +27,10 @@ from tests.rigs.event_pairs import read_events
 from tests.rigs.network_nodes.network import NETNS_FOLDER, Network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.processes import bare_environ, deaths_of, marked
+from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "NETWORK_RUN_MARK"
-_POLL = 0.01
 _BOOT = 'hostname "$1"; mount --bind "$2" "$3"; shift 3; "$@" & wait $!'
 
 _WORKER = """
@@ -198,12 +198,7 @@ class NetworkRun:
     # -- what can be seen
 
     def until(self, condition: Callable[[], Any], what: str, *, within: float = 90.0) -> Any:
-        deadline = time.monotonic() + within
-        while not (value := condition()):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"no {what} within {within:g} s\n{self.logs()}")
-            time.sleep(_POLL)
-        return value
+        return until(condition, lambda: f"{what}\n{self.logs()}", seconds=within, every=0.01)
 
     def started(self, round_index: int) -> dict[int, int]:
         """Who has started in a round: rank → node."""

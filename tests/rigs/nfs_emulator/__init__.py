@@ -12,7 +12,7 @@ itself caches nothing. What is modelled, after Linux's NFS client and the docume
 - the server's times may be coarse, and of another clock; its operations are counted, and can be made to fail, to fail
   after the work was done, to be slow, or to freeze.
 
-``revalidation="time"`` is the way of sshfs and other FUSE clients instead: each cache holds for its own seconds,
+``revalidation="time"`` is the way of sshfs and other FUSE clients instead: names and listings hold for so many seconds,
 whatever happens.
 
 Not modelled: delegations, fcntl locks (local, as with ``local_lock=posix``), attribute times that grow (actimeo is

@@ -109,20 +109,16 @@ class Client:
             return self._ask(node)
         return node.attributes
 
-    def _holds(self, at: float, limit: float | None, stamp: tuple[int, ...], folder: Node) -> bool:
-        by_time = self.settings.revalidation == "time"
-        if limit is None and by_time:
-            limit = self.settings.directories
-        if limit is not None and time.monotonic() - at >= limit:
-            return False
-        return by_time or self.fresh(folder).stamp == stamp
+    def _holds(self, at: float, stamp: tuple[int, ...], folder: Node) -> bool:
+        if self.settings.revalidation == "time":
+            return time.monotonic() - at < self.settings.directories
+        return self.fresh(folder).stamp == stamp
 
     def _child(self, folder: Node, name: str) -> Node:
         entry = folder.entries.get(name)
         if entry is not None:
-            limit = self.settings.missing_names if entry.node is None else self.settings.names
             gone = entry.node is not None and entry.node.forgotten
-            if not gone and self._holds(entry.at, limit, entry.stamp, folder):
+            if not gone and self._holds(entry.at, entry.stamp, folder):
                 if entry.node is None:
                     raise FileNotFoundError(errno.ENOENT, name)
                 return entry.node
@@ -175,7 +171,7 @@ class Client:
         try:
             return work(self._walk(path))
         except OSError as error:
-            if error.errno != errno.ESTALE or not self.settings.retry_stale:
+            if error.errno != errno.ESTALE:
                 raise
         node = self._root
         node.at = _NEVER
@@ -214,7 +210,7 @@ class Client:
 
     def open_folder(self, path: str) -> Node:
         def work(node: Node) -> Node:
-            if self.settings.close_to_open and self.settings.revalidation != "time":
+            if self.settings.revalidation != "time":
                 self._ask(node)
             node.opens += 1
             return node
@@ -225,7 +221,7 @@ class Client:
         self.fresh(node)
         if node.listing is not None:
             names, at, stamp = node.listing
-            if self._holds(at, self.settings.listings, stamp, node):
+            if self._holds(at, stamp, node):
                 return names
         stamp = node.attributes.stamp
         names = self._server.call("readdir", node.name, lambda: self._server.list(node.handle))
@@ -234,7 +230,7 @@ class Client:
 
     def open(self, path: str) -> Node:
         def work(node: Node) -> Node:
-            if self.settings.close_to_open and not node.dirty:
+            if not node.dirty:
                 self._ask(node)
             node.opens += 1
             return node
@@ -308,13 +304,12 @@ class Client:
 
     def flush(self, node: Node) -> None:
         """At each close()."""
-        if self.settings.close_to_open:
-            try:
-                self._write_back(node)
-            except OSError as error:
-                # Also told at the next fsync: a forked child that closes its copy takes no error away from its parent.
-                node.write_error = error
-                raise
+        try:
+            self._write_back(node)
+        except OSError as error:
+            # Also told at the next fsync: a forked child that closes its copy takes no error away from its parent.
+            node.write_error = error
+            raise
         if node.write_error is not None:
             error, node.write_error = node.write_error, None
             raise error

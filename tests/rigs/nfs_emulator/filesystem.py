@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tests.rigs.nfs_emulator.client import Client, Node
@@ -28,8 +28,22 @@ FUSE_OPTIONS = {
 }
 
 
+def _passed_on(name: str) -> Callable[..., int]:
+    """An operation that is the client's own."""
+
+    def operation(self: EmulatedFilesystem, *arguments: Any) -> int:
+        with self.lock_of_mount:
+            getattr(self._client, name)(*arguments)
+        return 0
+
+    return operation
+
+
 class EmulatedFilesystem(mfusepy.Operations):  # type: ignore[misc]
     use_ns = True
+    mknod, link, rename = _passed_on("mknod"), _passed_on("link"), _passed_on("rename")
+    unlink, rmdir = _passed_on("unlink"), _passed_on("rmdir")
+    chmod, chown = _passed_on("chmod"), _passed_on("chown")
 
     def __init__(self, server: Server, client: Client) -> None:
         self._server = server
@@ -38,8 +52,6 @@ class EmulatedFilesystem(mfusepy.Operations):  # type: ignore[misc]
         self._open: dict[int, Node] = {}
         self._flocks: dict[int, int] = {}
         self._numbers = itertools.count(1)
-        if server.settings.locks == "local":
-            self.flock = None  # the kernel then holds them itself, for this mount
 
     def _remember(self, node: Node) -> int:
         number = next(self._numbers)
@@ -117,44 +129,9 @@ class EmulatedFilesystem(mfusepy.Operations):  # type: ignore[misc]
             self._client.mkdir(path, mode, mfusepy.fuse_get_context()[:2])
         return 0
 
-    def mknod(self, path: str, mode: int, dev: int) -> int:
-        with self.lock_of_mount:
-            self._client.mknod(path, mode, dev)
-        return 0
-
     def symlink(self, target: str, source: str) -> int:
         with self.lock_of_mount:
             self._client.symlink(target, source, mfusepy.fuse_get_context()[:2])
-        return 0
-
-    def link(self, target: str, source: str) -> int:
-        with self.lock_of_mount:
-            self._client.link(target, source)
-        return 0
-
-    def unlink(self, path: str) -> int:
-        with self.lock_of_mount:
-            self._client.unlink(path)
-        return 0
-
-    def rmdir(self, path: str) -> int:
-        with self.lock_of_mount:
-            self._client.rmdir(path)
-        return 0
-
-    def rename(self, old: str, new: str) -> int:
-        with self.lock_of_mount:
-            self._client.rename(old, new)
-        return 0
-
-    def chmod(self, path: str, mode: int) -> int:
-        with self.lock_of_mount:
-            self._client.chmod(path, mode)
-        return 0
-
-    def chown(self, path: str, uid: int, gid: int) -> int:
-        with self.lock_of_mount:
-            self._client.chown(path, uid, gid)
         return 0
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
@@ -171,8 +148,6 @@ class EmulatedFilesystem(mfusepy.Operations):  # type: ignore[misc]
     def flock(self, path: str, fh: int, op: int) -> int:
         node = self._open[fh]
         with self._server.operation("lock", node.name):
-            if self._server.settings.locks == "none":
-                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
             if fh not in self._flocks:  # a description of its own: one lock for each open file
                 self._flocks[fh] = os.open(f"/proc/self/fd/{node.handle}", os.O_RDWR | os.O_CLOEXEC)
             fcntl.flock(self._flocks[fh], op)  # may wait: without the mount's lock

@@ -32,12 +32,11 @@ class Attributes:
     atime: int
     mtime: int
     ctime: int
-    change: int
 
     @property
     def stamp(self) -> tuple[int, ...]:
         """What a client compares to notice a change."""
-        return (self.change, self.mtime, self.ctime, self.size)
+        return (self.mtime, self.ctime, self.size)
 
     @property
     def is_folder(self) -> bool:
@@ -122,7 +121,6 @@ class Server:
             atime=self._told(info.st_atime_ns),
             mtime=self._told(info.st_mtime_ns),
             ctime=self._told(info.st_ctime_ns),
-            change=info.st_ctime_ns if self.settings.change_attribute else 0,
         )
 
     def _told(self, ns: int) -> int:

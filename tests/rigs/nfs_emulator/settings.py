@@ -17,35 +17,21 @@ class MountSettings:
     """How long a file's attributes, and the contents that go with them, are trusted without an open."""
     directories: float = 3.0
     """How long a directory's own attributes are trusted: its time decides whether names and listings still hold."""
-    names: float | None = None
-    """At most so long is a name that was found trusted. None: while its directory is unchanged."""
-    missing_names: float | None = None
-    """The same for a name that was not found. 0: not remembered (``lookupcache=pos``)."""
-    listings: float | None = None
-    """The same for listings."""
     revalidation: str = "directory"
-    """"directory": names and listings hold while their directory's time is unchanged. "time": only the seconds above
-    count, and opening a directory asks nobody."""
-    close_to_open: bool = True
-    """Whether opening asks the server, and closing writes back. False: ``nocto``."""
+    """"directory": names and listings hold while their directory's time is unchanged. "time": they hold for
+    `directories` seconds, and opening a directory asks nobody."""
     write_behind: bool = True
     """Whether writes wait for close, fsync or stat. False: each goes to the server at once (``sync``)."""
     written_back: float = 30.0
     """What waits is older than this when it goes to the server by itself (``dirty_expire_centisecs``)."""
-    retry_stale: bool = True
-    """Whether a path that ran into a stale handle is looked up once more, as Linux does. False: GlusterFS, libnfs."""
     granularity: float = 0.0
     """Of the server's times; 0 is the backing filesystem's own."""
-    change_attribute: bool = False
-    """Whether changes are noticed whatever the times say, as with NFSv4."""
     clock_offset: float = 0.0
     """Of the server's clock against this host's."""
     latency: float = 0.0
     """Of each operation on the server."""
     bandwidth: float = 0.0
     """Bytes per second of the server for this mount; 0: no limit."""
-    locks: str = "server"
-    """Where flock() holds: "server" for all mounts, "local" within one mount, "none": ENOLCK. Not changed later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from tests.rigs.processes import kill_all
+
 from . import cgroups, delayed_link
 from .configuration import ready_mark
 from .layout import NETNS_PREFIX, RIGS_FOLDER, SWITCH, Layout, RigError
-from .processes import call, is_namespace_init, kill_all, namespace_of, pids_in_namespace, wait_until
+from .processes import call, is_namespace_init, namespace_of, pids_in_namespace, wait_until
 
 NETNS_FOLDER = Path("/run/netns")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,15 +78,6 @@ def owner_of(pid: int) -> int | None:
     except OSError:
         pass
     return None
-
-
-def kill_all(pids: Sequence[int]) -> None:
-    """SIGKILL each; one that is gone already is fine."""
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def listens(pid: int, port: int) -> bool:
