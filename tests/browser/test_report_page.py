@@ -291,8 +291,7 @@ def test_page_of_a_real_run(browser: Browser, tmp_path: Path, keep: Callable[[st
         run.wait_moments("here", count=2, round_index=2)
         os.kill(agent.pid, signal.SIGCONT)
         run.wait_moments("here", count=3, round_index=3)
-        run.say("end")
-        assert run.finish() == 0
+        run.finish_well()
         page = tmp_path / "copy.html"
         shutil.copyfile(run.attempt().report_html, page)
     show(browser, page, height=2000)

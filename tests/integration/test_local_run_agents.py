@@ -45,8 +45,7 @@ def test_killed_agent_takes_its_family_along_and_is_started_again(tmp_path: Path
         run.until(lambda: not any(process.lives() for process in family), "end of its family", within=60.0)
         run.wait_moments("here", count=2, round_index=1)
         assert run.agent(node).pid != agent.pid
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         finals = run.events("round_final")
         assert {(event["round"], event["restarts_used"]) for event in finals} == {(0, 0), (1, 0)}
         assert [event["group"] for event in run.moments("here", round_index=1)]
@@ -60,8 +59,7 @@ def test_agent_killed_in_every_round(tmp_path: Path) -> None:
             run.wait_moments("here", count=3, round_index=round_index)
             os.kill(run.agent(node).pid, signal.SIGKILL)
         run.wait_moments("here", count=3, round_index=3)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert {event["restarts_used"] for event in run.events("round_final")} == {0}
 
 
@@ -71,8 +69,7 @@ def test_all_agents_killed_at_once(tmp_path: Path) -> None:
         for agent in [run.agent(0), run.agent(1)]:
             os.kill(agent.pid, signal.SIGKILL)
         run.until(lambda: len({e["rank"] for e in run.moments("here") if e["round"] > 0}) == 2, "next round of all")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert {event["restarts_used"] for event in run.events("round_final")} == {0}
 
 
@@ -82,8 +79,7 @@ def test_agent_killed_while_another_worker_fails(tmp_path: Path) -> None:
         os.kill(run.agent(1).pid, signal.SIGKILL)
         run.kill_worker(2, round_index=0)
         run.until(lambda: len({e["rank"] for e in run.moments("here") if e["round"] > 0}) == 3, "next round of all")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert max(event["restarts_used"] for event in run.events("round_final")) == 1
 
 
@@ -94,8 +90,7 @@ def test_node_whose_agent_does_not_stay_is_left_out(tmp_path: Path) -> None:
         alone = run.until(lambda: [e for e in run.events("round_final") if e["group_world_size"] == 1], "smaller round")
         assert alone[-1]["node"] == 0
         run.wait_moments("here", count=1, round_index=alone[-1]["round"])
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert {event["restarts_used"] for event in run.events("round_final")} == {0}
         assert "giving the node up" in run.log()
 
@@ -132,8 +127,7 @@ def test_stopped_agent_is_left_out_and_taken_back(tmp_path: Path, node: int) -> 
         os.kill(agent.pid, signal.SIGCONT)
         back = run.until(lambda: [e for e in run.moments("here") if e["round"] > 1], "round with both again")
         run.wait_moments("here", count=2, round_index=back[0]["round"])
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert {event["restarts_used"] for event in run.events("round_final")} == {0}
         lost = run.events("node_lost")
         assert [event["node"] for event in lost] == [node]
@@ -151,6 +145,5 @@ def test_agents_that_are_all_stopped_for_longer_than_the_lease_cost_nothing(tmp_
         time.sleep(run.heartbeat_ttl + 2.0)  # the guardians look meanwhile
         for agent in agents:
             os.kill(agent.pid, signal.SIGCONT)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert {event["round"] for event in run.events("round_final")} == {0}

@@ -61,8 +61,7 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path: Path, filler: Path) -
         words = [f"rank-0000{rank}/stdout.log: No space left on device" for rank in range(2)]
         run.until(lambda: all(word in run.log() for word in words), "both nodes' word about the full disk")
         filler.unlink()
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert {event["round"] for event in run.events("round_final")} == {0}
         told = [line for line in run.log().splitlines() if "No space left on device" in line]
         # Each agent twice for its workers' output (it begins; what it came to), once for the store.
@@ -90,8 +89,7 @@ def test_restart_waits_for_room_on_the_disk(tmp_path: Path, filler: Path) -> Non
             wait_for_heartbeats(run)
         filler.unlink()
         run.wait_moments("here", count=2, round_index=1)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert {event["restarts_used"] for event in run.events("round_final")} == {0, 1}
         (failed,) = run.events("worker_failed")
         assert failed["rank"] == 1
@@ -164,8 +162,7 @@ def test_a_run_ends_by_itself_on_a_disk_that_stays_full(tmp_path: Path, filler: 
         fill_disk(filler)
         began = time.monotonic()
         run.say("train")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert time.monotonic() - began < 20.0
         assert run.report()["outcome"] == "succeeded"
         assert "train.py SUCCEEDED (exit code 0)" in run.attempt().report_text.read_text()

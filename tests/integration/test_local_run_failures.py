@@ -32,8 +32,7 @@ def test_killed_worker_three_times_in_a_row(tmp_path: Path) -> None:
             run.wait_moments("here", count=2, round_index=round_index)
             run.kill_worker(rank, round_index=round_index)
         run.wait_moments("here", count=2, round_index=3)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert [worker["restarts"] for worker in run.moments("here")] == [0, 0, 1, 1, 2, 2, 3, 3]
         finals = run.events("round_final")
         assert {(event["round"], event["restarts_used"]) for event in finals} == {(0, 0), (1, 1), (2, 2), (3, 3)}
@@ -278,8 +277,7 @@ def test_daemon_of_a_finished_worker_is_ended(tmp_path: Path) -> None:
         run.until(lambda: run.events("workers_succeeded"), "end of node 0's worker")
         run.until(lambda: len(sleepers(run)) < 2, "end of what node 0's worker left running")
         assert [process.environ["RANK"] for process in sleepers(run)] == ["1"]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
 
 
 def test_children_of_a_failed_worker_are_ended_before_the_next_round(tmp_path: Path) -> None:
@@ -303,8 +301,7 @@ def test_children_of_a_failed_worker_are_ended_before_the_next_round(tmp_path: P
         run.wait_moments("again", count=1)
         left = [process for process in run.processes() if process.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"]
         assert left == []
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         stopped = [event for event in run.events("workers_stopped") if event["round"] == 0]
         assert all(event["killed"] > 0 for event in stopped)
         assert not any(event["left"] for event in stopped)

@@ -106,8 +106,7 @@ def test_everything_that_follows_sees_the_run_through_a_restart_to_its_end(tmp_p
             run.until(lambda: " worker_failed " in events.text(), "the failure's event")
             run.until(lambda: "ValueError: bad luck" in report.text(), "report of the failure")
             assert [one.process.poll() for one in (logs, events, report)] == [None] * 3
-            run.say("end")
-            assert run.finish() == ExitCode.OK
+            run.finish_well()
             assert [one.process.wait(60) for one in (logs, events, report)] == [0, 0, 0]
         for rank in range(2):
             mine = [line for line in logs.lines() if line.startswith(f"[rank {rank}] ")]

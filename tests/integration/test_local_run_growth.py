@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
 _SCRIPT = """
@@ -73,8 +72,7 @@ def test_a_spare_takes_a_lost_nodes_place_at_once(tmp_path: Path) -> None:
         run.refuse(0)
         os.kill(run.agent(0).pid, signal.SIGKILL)
         assert run.seats(1, count=2) == [2, 1]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.budgets() == {(0, 0), (1, 0)}
         (replaced,) = run.events("node_replaced")
         assert (replaced["node"], replaced["host"], replaced["group_rank"]) == (2, "node2", 0)
@@ -96,8 +94,7 @@ def test_spares_wait_for_nobody_and_nobody_waits_for_them(tmp_path: Path) -> Non
         run.open_gate(0)
         run.until(lambda: any("node0, node2 wait as spares" in reason for reason in run.waiting()), "two that wait")
         run.say("save")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.budgets() == {(0, 0)}
 
 
@@ -114,8 +111,7 @@ def test_a_segment_that_lost_a_node_leaves_as_a_whole(tmp_path: Path) -> None:
         run.refuse(3)
         os.kill(run.agent(3).pid, signal.SIGKILL)
         assert run.seats(2, count=2) == [4, 5]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.budgets() == {(0, 0), (1, 0), (2, 0)}
         places = [(event["node"], event["replaces_node"]) for event in run.events("node_replaced")]
         assert places == [(4, 0), (5, 1)]
@@ -136,8 +132,7 @@ def test_a_late_node_comes_in_now(tmp_path: Path) -> None:
         assert run.seats(0, count=2) == [0, 2]
         run.open_gate(1)
         assert run.seats(1, count=3) == [0, 2, 1]  # nobody is moved for it
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.opened(1)["reason"] == "node1 came"
         assert run.budgets() == {(0, 0), (1, 0)}
 
@@ -152,8 +147,7 @@ def test_a_late_node_comes_in_after_a_checkpoint(tmp_path: Path) -> None:
         )
         run.say("save")
         assert run.seats(1, count=3) == [0, 2, 1]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.opened(1)["reason"] == "node1 came, and a checkpoint is complete"
         assert run.opened(1)["t"] > run.moments("saving")[0]["t"], "not before"
         assert run.budgets() == {(0, 0), (1, 0)}
@@ -171,8 +165,7 @@ def test_a_late_node_that_is_never_taken_in_comes_with_the_next_restart(tmp_path
         run.wait_moments("saving", count=1)
         run.kill_worker(1, round_index=0)
         assert run.seats(1, count=3) == [0, 2, 1]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert "rank 1" in run.opened(1)["reason"]
         assert run.budgets() == {(0, 0), (1, 1)}
 
@@ -187,7 +180,6 @@ def test_a_lost_node_shrinks_the_run_and_comes_back_at_once(tmp_path: Path) -> N
         assert run.seats(1, count=2) == [0, 2]
         run.open_gate(1)
         assert run.seats(2, count=3) == [0, 2, 1]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.opened(2)["reason"] == "node1 came for a lost node"
         assert run.budgets() == {(0, 0), (1, 0), (2, 0)}

@@ -157,8 +157,7 @@ def test_heartbeats_leave_nothing_on_the_node_also_when_the_agent_is_killed(tmp_
             held.join()
             until(lambda: not gone.exists(), "the guardian to remove it")
         run.wait_moments("here", count=2, round_index=1)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert [folder for folder in folders if folder.exists()] == []
         # What the nodes told last: read when the workers ended, however short the run was.
         words = {word["rank"]: word["step"] for word in run.report()["attempts"][0]["rounds"][-1]["heartbeats"]}
@@ -218,6 +217,5 @@ def test_a_worker_with_a_dev_shm_of_its_own_is_warned_and_not_judged(tmp_path: P
     with LocalRun(tmp_path, _OWN_SHM, options=options, interpreter=["--no-python", *inside, line]) as run:
         run.wait_moments("here", count=2)
         run.until(lambda: run.log().count("can send no heartbeats, and is not judged") == 2, "both agents' warnings")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.log().count("this worker's heartbeats and notices are off") == 2

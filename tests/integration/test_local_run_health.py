@@ -32,8 +32,7 @@ def test_the_others_go_on_without_a_node_that_is_unfit_after_a_failure(tmp_path:
         run.wait_moments("here", count=3, round_index=0)
         run.kill_worker(0, round_index=0)
         run.wait_moments("here", count=2, round_index=1)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         why = "health check failed: fan 3 of GPU 2 stands still"
         (failed,) = run.events("health_check_failed")
         assert (failed["node"], failed["round"], failed["checks"], failed["reason"]) == (2, 0, ["script"], why)
@@ -62,8 +61,7 @@ def test_an_unfit_coordinators_place_goes_to_a_spare(tmp_path: Path) -> None:
         run.until(lambda: bool(run.events("nodes_waiting")), "a spare that waits")
         run.kill_worker(3, round_index=0)
         run.wait_moments("here", count=4, round_index=1)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         seats = {event["node"]: event["ranks"] for event in run.events("round_final") if event["round"] == 1}
         assert seats == {2: [0, 1], 1: [2, 3]}
         (replaced,) = run.events("node_replaced")
@@ -84,8 +82,7 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started_and_the_job_comes_
         """
     options = ["--health-check", check(tmp_path, hangs), "--health-check-timeout", "1", "--max-requeues", "1"]
     with LocalRun(tmp_path, _TRAINS, options=options) as run:
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         run.check_nothing_left()
         first, second = run.report(1)["attempts"]
         assert (first["outcome"], second["outcome"]) == ("too_few_nodes", "succeeded")
@@ -131,8 +128,7 @@ def test_a_healthy_node_joins_and_the_check_finds_its_environment(tmp_path: Path
         run.wait_moments("here", count=2, round_index=1)
         probes = sorted(path.name[:10] for path in (run.paths.attempt(0).root / "health").iterdir())
         assert probes == ["node-00000", "node-00001"]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         files = sorted(path.name for path in run.stage.glob("env-*"))
         assert files == ["env-0--1", "env-0-0", "env-1--1", "env-1-0"], "before each round, and after the failure"
         env = dict(line.split("=", 1) for line in (run.stage / "env-1-0").read_text().splitlines())

@@ -251,8 +251,7 @@ def test_a_notice_is_posted_to_a_url(tmp_path: Path) -> None:
         run.kill_worker(0, round_index=0)
         run.wait_moments("here", count=2, round_index=1)
         run.until(lambda: listener.bodies, "a notice while the run goes on")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert [body["event"] for body in listener.bodies] == ["failure", "end"]
         assert "SIGKILL" in listener.bodies[0]["text"]
         assert (listener.bodies[1]["outcome"], listener.bodies[1]["root_cause"]) != ("failed", "")
@@ -279,8 +278,7 @@ def test_a_notice_that_hangs_or_fails_is_never_in_the_way(tmp_path: Path) -> Non
 
 def test_no_network_is_no_reason_to_fail(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _TRAINS, nodes=1, options=["--notify", "http://127.0.0.1:1/token"]) as run:
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert "--notify (end) failed: exit code 1: 127.0.0.1 can't be reached: [Errno 111]" in run.log()
         assert "/token" not in run.log()
         assert "around the workers: --notify http://127.0.0.1:1\n" in run.log()

@@ -50,8 +50,7 @@ def test_a_run_restarts_and_ends_with_descriptors_beyond_1023(tmp_path: Path) ->
             assert sum(number > FIRST for number in numbers) > 10
         run.say("fail")
         run.wait_moments("up", count=2, round_index=1)
-        run.say("end")
-        assert run.finish() == 0
+        run.finish_well()
         assert "done 0" in run.rank(0, round_index=1).stdout.read_text()
         (failure,) = run.events("worker_failed")
         assert failure["exitcode"] == 3

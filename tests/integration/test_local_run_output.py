@@ -28,8 +28,7 @@ def test_line_without_an_end(tmp_path: Path) -> None:
         # The unfinished line is shown while the worker still waits behind it.
         run.until(lambda: "[node0:0] a prompt without an end of line: " in run.log(), "unfinished line")
         assert resident_mb(run.agent(0).pid, peak=True) < AGENT_LIMIT_MB
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert run.rank(0).stdout.stat().st_size == 100 << 20
         assert run.rank(0).stderr.read_text() == "a prompt without an end of line: "
         run.rank(0).stdout.unlink()

@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.processes import Process
 
@@ -87,5 +86,4 @@ def test_a_node_that_thaws_too_late_commits_nothing_and_makes_no_step(tmp_path: 
         assert (tmp_path / "checkpoint").read_text() in ("newer", "late-1")  # whose node had its grace for the growth
         assert not [e for e in run.moments("term") if e["pid"] in (saver, stepper)]
         assert "round 0 went on without this node" in run.log()
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()

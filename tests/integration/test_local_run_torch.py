@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.torch_ranks import ALL_REDUCE
 from tests.rigs.training_scripts import SYNTHETIC, check_that_it_resumed, run_alone, run_with_a_killed_rank
@@ -27,8 +26,7 @@ def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes:
             assert {value["group"] for value in here} == {nodes}
             if victim is not None:
                 run.kill_worker(victim, round_index=round_index)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         roots = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
         assert [(event["round"], event["rank"], event["exitcode"]) for event in roots] == [
             (index, rank, -signal.SIGKILL) for index, rank in enumerate(victims)
@@ -44,8 +42,7 @@ def test_process_group_after_an_agents_death_and_on_fewer_nodes(tmp_path: Path) 
             run.kill_agent_in_a_round(0)
         alone = run.until(lambda: [value for value in run.moments("here") if value["group"] == 1], "group of one")
         assert [(value["rank"], value["total"]) for value in alone] == [(0, 1.0)]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
 
 
 @pytest.mark.slow

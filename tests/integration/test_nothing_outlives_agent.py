@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import ROOT, LocalRun
 
 _FAMILY = """
@@ -52,8 +51,7 @@ def _others_go_on(run: LocalRun) -> None:
     """Until both nodes are back, and all that node 1 ran has gone."""
     run.wait_moments("here", count=2, round_index=1)
     assert [p for p in run.processes() if p.argv[:1] == ("sleep",)] == []
-    run.say("end")
-    assert run.finish() == ExitCode.OK
+    run.finish_well()
     assert {event["restarts_used"] for event in run.events("round_final")} == {0}, "it is no worker's failure"
 
 
@@ -102,8 +100,7 @@ def test_agent_at_its_memory_limit_goes_on_or_ends_with_all_of_its_own(tmp_path:
         run.until(lambda: not agent.lives(), "end of an agent that can do nothing")
         run.until(lambda: any(event["group_world_size"] == 2 for event in _later(run)), "round of both")
         assert [p for p in run.processes() if p.argv[:1] == ("sleep",)] == []
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
 
 
 def _later(run: LocalRun) -> list[dict[str, Any]]:
@@ -125,8 +122,7 @@ def test_agent_without_descriptors_says_so_and_can_start_again_later(tmp_path: P
         assert "ulimit -Hn" in run.log()
         resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, before)
         run.until(lambda: {m["rank"] for m in run.moments("here") if m["round"] > 0} == {0, 1}, "workers of both")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
 
 
 def _highest(pid: int) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.nfs_emulator import require_fuse
 from tests.rigs.processes import is_alive, state_of
@@ -58,8 +57,7 @@ def test_worker_that_cannot_be_ended_is_told_of_and_left(tmp_path: Path, mount: 
             assert stuck in event["left"]
             assert 5.0 <= event["seconds"] < 15.0, "half a second of grace, and the bound"
             assert _WORDS in run.log()
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         mount.release()
         until(lambda: not is_alive(stuck), what="its end, once the mount has gone")
         run.check_nothing_left(within=60)

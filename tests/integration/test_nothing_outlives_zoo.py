@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.processes import cost, guardian_of, is_alive
 from tests.rigs.waiting import until
@@ -90,8 +89,7 @@ def test_whatever_workers_do_nothing_of_them_stays(tmp_path: Path, ending: str) 
         run.wait_moments("here", count=8, round_index=1)
         assert [pid for pid in doomed if is_alive(pid)] == [], "before the next round begins"
         _kill([pid for pid in strays if is_alive(pid)])
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert neighbours
         assert all(process.lives() for process in neighbours)
         assert {event["round"] for event in beside.events("round_final")} == {0}

@@ -45,8 +45,7 @@ def test_a_spare_that_takes_over_forks_and_imports_nothing(tmp_path: Path) -> No
         run.refuse(0)
         os.kill(run.agent(0).pid, signal.SIGKILL)
         assert run.seats(1, count=2) == [2, 1]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert _fresh(run) == {""}
         assert {value["warm"] for value in run.moments("here")} == {True}
         (started,) = [e for e in run.events("workers_started") if (e["round"], e["node"]) == (1, 2)]
@@ -64,8 +63,7 @@ def test_a_node_that_comes_late_joins_the_running_round_when_it_is_warm(tmp_path
         assert run.seats(1, count=2) == [0, 2]
         run.open_gate(1)
         assert run.seats(2, count=3) == [0, 2, 1]
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert _fresh(run) == {""}
         first, second = [event["t"] for event in run.events("fork_server_ready") if event["node"] == 1]
         assert first < second < run.opened(2)["t"], "the round goes on while the node that comes imports"

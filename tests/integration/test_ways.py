@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.ways import ROOT, Tracer, first_missing, read_way
 
@@ -31,8 +30,7 @@ def test_a_killed_workers_restart(tmp_path: Path) -> None:
         began = time.monotonic_ns()
         run.kill_worker(rank, round_index=0)
         run.wait_moments("here", count=2, round_index=1)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
     calls = [call for call in tracer.calls() if call.at_ns >= began]
     assert first_missing(steps, calls, processes) is None
 
@@ -48,8 +46,7 @@ def test_an_exceptions_line_in_the_report(tmp_path: Path) -> None:
         began = time.monotonic_ns()
         run.say("fail")
         run.wait_moments("here", count=2, round_index=1)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert "ValueError: planted" in run.attempt().report_text.read_text()
     calls = [call for call in tracer.calls() if call.at_ns >= began]
     assert first_missing(steps, calls, processes) is None
@@ -69,8 +66,7 @@ def test_a_stopped_nodes_loss(tmp_path: Path) -> None:
         os.kill(agent.pid, signal.SIGSTOP)
         run.wait_moments("here", count=2, round_index=1)
         os.kill(agent.pid, signal.SIGKILL)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.finish_well()
         assert [event["node"] for event in run.events("node_lost")] == [lost]
     calls = [call for call in tracer.calls() if call.at_ns >= began]
     assert first_missing(steps, calls, processes) is None

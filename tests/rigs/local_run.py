@@ -196,6 +196,12 @@ class LocalRun:
         except subprocess.TimeoutExpired:
             raise TookTooLong(f"the run does not end\n{self.log_tail()}\n{self._what_is_left()}") from None
 
+    def finish_well(self) -> None:
+        """End the workers' `wait_for("end")`, and with that the run."""
+        self.say("end")
+        code = self.finish()
+        assert code == 0, f"the run ended with {code}\n{self.log_tail()}"
+
     def _what_is_left(self) -> str:
         """Each process of the run, and where in the kernel its threads stand."""
         lines = []
