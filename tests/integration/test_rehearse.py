@@ -113,11 +113,10 @@ def rehearse(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run it. Returns its exit code, and what it prints with ``--json``."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    base = bare_environ()
     done = subprocess.run(
         [sys.executable, "-m", "hpc_elastic", "rehearse", "--json", *arguments],
         cwd=folder,
-        env={**base, "HOME": str(home), "XDG_STATE_HOME": str(home), "PYTHONPATH": str(ROOT)},
+        env={**bare_environ(), "HOME": str(home), "XDG_STATE_HOME": str(home), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=500,
@@ -332,8 +331,7 @@ DIGITS = EXAMPLES / "train_digits.py"
 def rehearse_example(folder: Path, script: str, *arguments: str, options: tuple[str, ...] = ()) -> None:
     """One that trains a millisecond in a step is found innocent of kills, also while it saves, and of a notice."""
     (folder / "train.py").write_text((EXAMPLES / script).read_text())
-    faults = "quick"
-    code, found = rehearse(folder, *options, "--nodes", "2", "--faults", faults, "train.py", *arguments)
+    code, found = rehearse(folder, *options, "--nodes", "2", "--faults", "quick", "train.py", *arguments)
     assert (code, found["guilty"]) == (0, []), found
     assert {one["fault"] for one in found["faults"]} >= {"kill-worker", "kill-saving"}, found
     assert all(one["resumed"] is not None for one in found["faults"]), found
