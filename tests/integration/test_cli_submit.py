@@ -28,7 +28,8 @@ AS_ROOT = os.geteuid() == 0
 class Site:
     """A login node: a working directory with train.py, and a folder of commands that is all of PATH."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
         self.work = root / "work"
         self.bin = root / "bin"
         self.state = root / "state"
@@ -59,13 +60,18 @@ class Site:
     def asked_of(self, name: str) -> list[str]:
         return Path(f"{self.asked}.{name}").read_text().splitlines()
 
+    def submit(self, *argv: str) -> tuple[int, str, str]:
+        code = main(["submit", "--allow-local-runs-dir", *argv])  # pytest's folders are in /tmp
+        out, err = self._capsys.readouterr()
+        return code, out, err
+
     def everything(self) -> set[str]:
         return {str(path.relative_to(self.work)) for path in self.work.rglob("*")}
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    site = Site(tmp_path)
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Site:
+    site = Site(tmp_path, capsys)
     site.command("sbatch", out="1234\n")
     site.captured("sinfo", "sinfo-N-o-drained")
     for name in [name for name in os.environ if name.startswith(("SLURM", "SBATCH", "PET_"))]:
@@ -77,12 +83,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return site
 
 
-def submit(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main(["submit", "--allow-local-runs-dir", *argv])  # pytest's folders are in /tmp
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def the_run(site: Site) -> Path:
     (run,) = (site.work / "runs").iterdir()
     return run
@@ -92,12 +92,10 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_submitted_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_submitted_run(site: Site) -> None:
     umask = os.umask(0)
     try:
-        code, out, err = submit(
-            capsys, "--nodes", "2:4", "train.py", "a b", "it's", "$HOME", "new\nline", "é", "--", "-h"
-        )
+        code, out, err = site.submit("--nodes", "2:4", "train.py", "a b", "it's", "$HOME", "new\nline", "é", "--", "-h")
     finally:
         os.umask(umask)
     assert (code, err) == (0, "")
@@ -124,34 +122,34 @@ def test_a_submitted_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None
 def test_it_is_found_by_its_job_id(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit(capsys, "train.py")
+    site.submit("train.py")
     run = the_run(site)
     monkeypatch.chdir("/")
     assert main(["report", "1234", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["run_dir"] == str(run)
 
 
-def test_two_runs_are_two(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    submit(capsys, "train.py")
-    submit(capsys, "train.py")
+def test_two_runs_are_two(site: Site) -> None:
+    site.submit("train.py")
+    site.submit("train.py")
     assert len({path.name for path in (site.work / "runs").iterdir()}) == 2
     secrets = {(path / "secret").read_text() for path in (site.work / "runs").iterdir()}
     assert len(secrets) == 2
 
 
-def test_job_and_workers_begin_in_the_folder_that_is_asked_for(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_and_workers_begin_in_the_folder_that_is_asked_for(site: Site) -> None:
     (site.work / "sub folder").mkdir()
     (site.work / "sub folder" / "train.py").touch()
-    code, _, err = submit(capsys, "--chdir", "sub folder", "--runs-dir", str(site.work / "runs"), "train.py")
+    code, _, err = site.submit("--chdir", "sub folder", "--runs-dir", str(site.work / "runs"), "train.py")
     assert (code, err) == (0, "")
     run = the_run(site)
     assert load_run_spec(run / "run.json").cwd == str(site.work / "sub folder")
     assert f'#SBATCH --chdir="{site.work}/sub folder"\n' in (run / "job.sbatch").read_text()
 
 
-def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site) -> None:
     before = site.everything()
-    code, out, err = submit(capsys, "--dry-run", "--nodes=3", "--comment=a 'b' $c", "train.py")
+    code, out, err = site.submit("--dry-run", "--nodes=3", "--comment=a 'b' $c", "train.py")
     assert code == 0
     plan = [line[:16].strip() for line in err.splitlines() if line]
     assert plan == ["nodes", "runs", "where", "on failure", "run directory"]
@@ -181,11 +179,9 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pyt
         (["--chdir=absent", "train.py"], "--chdir absent: no such folder"),
     ],
 )
-def test_wrong_usage_is_one_line_and_leaves_nothing(
-    site: Site, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
-) -> None:
+def test_wrong_usage_is_one_line_and_leaves_nothing(site: Site, argv: list[str], says: str) -> None:
     before = site.everything()
-    code, out, err = submit(capsys, *argv)
+    code, out, err = site.submit(*argv)
     assert (code, out) == (2, "")
     assert err.startswith("hpc-elastic: error: ")
     assert says in err
@@ -205,12 +201,10 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
         ("err-sbatch-no-controller", "Unable to contact slurm controller"),
     ],
 )
-def test_a_refusal_is_one_line_and_leaves_nothing(
-    site: Site, capsys: pytest.CaptureFixture[str], version: str, name: str, says: str
-) -> None:
+def test_a_refusal_is_one_line_and_leaves_nothing(site: Site, version: str, name: str, says: str) -> None:
     site.captured("sbatch", name, version)
     before = site.everything()
-    code, out, err = submit(capsys, "train.py")
+    code, out, err = site.submit("train.py")
     assert (code, out) == (1, "")
     assert err.startswith("hpc-elastic: error: sbatch: ")
     assert says in err
@@ -219,10 +213,10 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
     assert not site.state.exists()
 
 
-def test_an_answer_that_is_no_job_id_leaves_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_that_is_no_job_id_leaves_nothing(site: Site) -> None:
     site.command("sbatch", out="Welcome to the cluster\n")
     before = site.everything()
-    code, _, err = submit(capsys, "train.py")
+    code, _, err = site.submit("train.py")
     assert code == 1
     assert "printed 'Welcome to the cluster' instead of a job id" in err
     assert site.everything() == before
@@ -242,37 +236,35 @@ TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on sen
         (1, "", "", "78"),
     ],
 )
-def test_a_bad_answer_for_a_job_that_is_queued(
-    site: Site, capsys: pytest.CaptureFixture[str], rc: int, out: str, err: str, job: str
-) -> None:
+def test_a_bad_answer_for_a_job_that_is_queued(site: Site, rc: int, out: str, err: str, job: str) -> None:
     """The job is in sbatch's output, or is found by its comment; its run directory stays."""
     site.command("sbatch", rc=rc, out=out, err=err)
     site.command("squeue", out=f"76|hpc-elastic {site.work}/runs/min|x\n78|hpc-elastic {site.work}/runs/mine|y\n")
-    code, out, err = submit(capsys, "--run-id=mine", "train.py")
+    code, out, err = site.submit("--run-id=mine", "train.py")
     assert code == 0, err
     assert f"job             {job}\n" in out
     assert (site.work / "runs/mine/job.sbatch").exists()
 
 
-def test_the_job_logs_folder_is_made(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_job_logs_folder_is_made(site: Site) -> None:
     names = ("--job-name=sweep/a", "--output=logs/%x-%j.out", "--error=err%%/%j.err")
-    assert submit(capsys, "--dry-run", *names, "train.py")[0] == 0
+    assert site.submit("--dry-run", *names, "train.py")[0] == 0
     assert not (site.work / "logs").exists()
-    assert submit(capsys, *names, "train.py")[0] == 0
+    assert site.submit(*names, "train.py")[0] == 0
     assert (site.work / "logs/sweep").is_dir()
     assert (site.work / "err%").is_dir()
 
 
-def test_an_older_runs_folder_stays(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_older_runs_folder_stays(site: Site) -> None:
     site.captured("sbatch", "err-sbatch-bad-partition")
     (site.work / "runs").mkdir(mode=0o700)
-    assert submit(capsys, "train.py")[0] == 1
+    assert site.submit("train.py")[0] == 1
     assert list((site.work / "runs").iterdir()) == []
 
 
-def test_no_sbatch(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_sbatch(site: Site) -> None:
     (site.bin / "sbatch").unlink()
-    code, out, err = submit(capsys, "--cluster=slurm", "train.py")
+    code, out, err = site.submit("--cluster=slurm", "train.py")
     assert (code, out) == (2, "")
     assert err == (
         "hpc-elastic: error: sbatch is not on PATH: no Slurm here, or a container without it; "
@@ -281,81 +273,81 @@ def test_no_sbatch(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (site.work / "runs").exists()
 
 
-def test_a_broken_sinfo_stops_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_sinfo_stops_nothing(site: Site) -> None:
     site.captured("sinfo", "err-sinfo-no-controller")
-    assert submit(capsys, "--nodes=100", "train.py")[0] == 0
+    assert site.submit("--nodes=100", "train.py")[0] == 0
 
 
-def test_nodes_that_are_down_are_mentioned(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = submit(capsys, "--nodes=4", "train.py")
+def test_nodes_that_are_down_are_mentioned(site: Site) -> None:
+    code, _, err = site.submit("--nodes=4", "train.py")
     assert code == 0
     assert err == "hpc-elastic: only 3 of the 4 nodes of partition main are up now\n"
 
 
-def test_a_run_directory_that_exists(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit(capsys, "--run-id=mine", "train.py")[0] == 0
+def test_a_run_directory_that_exists(site: Site) -> None:
+    assert site.submit("--run-id=mine", "train.py")[0] == 0
     before = (site.work / "runs" / "mine" / "secret").read_text()
-    code, out, err = submit(capsys, "--run-id=mine", "train.py")
+    code, out, err = site.submit("--run-id=mine", "train.py")
     assert (code, out) == (2, "")
     assert "runs/mine is there already; choose another --run-id" in err
     assert (site.work / "runs" / "mine" / "secret").read_text() == before
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "absent"])
-def test_a_run_directory_that_is_a_link(site: Site, capsys: pytest.CaptureFixture[str], target: str) -> None:
+def test_a_run_directory_that_is_a_link(site: Site, target: str) -> None:
     (site.work / "elsewhere").mkdir()
     (site.work / "runs").mkdir(mode=0o700)
     (site.work / "runs" / "mine").symlink_to(site.work / target)
-    code, _, err = submit(capsys, "--run-id=mine", "train.py")
+    code, _, err = site.submit("--run-id=mine", "train.py")
     assert code == 2
     assert "runs/mine is a symbolic link; choose another --run-id" in err
     assert list((site.work / "elsewhere").iterdir()) == []
 
 
-def test_a_runs_folder_that_is_ones_own_link_is_fine(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runs_folder_that_is_ones_own_link_is_fine(site: Site) -> None:
     (site.work / "scratch").mkdir(mode=0o700)
     (site.work / "runs").symlink_to(site.work / "scratch")
-    assert submit(capsys, "train.py")[0] == 0
+    assert site.submit("train.py")[0] == 0
     assert len(list((site.work / "scratch").iterdir())) == 1
 
 
-def test_a_runs_folder_that_is_a_file_or_a_link_to_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runs_folder_that_is_a_file_or_a_link_to_nothing(site: Site) -> None:
     (site.work / "file").write_text("")
     (site.work / "dangling").symlink_to("absent")
-    code, _, err = submit(capsys, "--runs-dir=file", "train.py")
+    code, _, err = site.submit("--runs-dir=file", "train.py")
     assert (code, "file is not a folder" in err) == (2, True)
-    code, _, err = submit(capsys, "--runs-dir=file/below", "train.py")
+    code, _, err = site.submit("--runs-dir=file/below", "train.py")
     assert (code, err.count("\n")) == (2, 1)
-    code, _, err = submit(capsys, "--runs-dir=dangling", "train.py")
+    code, _, err = site.submit("--runs-dir=dangling", "train.py")
     assert (code, "is a symbolic link to nothing" in err) == (2, True)
 
 
-def test_a_runs_folder_that_everybody_may_write(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runs_folder_that_everybody_may_write(site: Site) -> None:
     (site.work / "runs").mkdir()
     (site.work / "runs").chmod(0o777)
-    code, _, err = submit(capsys, "train.py")
+    code, _, err = site.submit("train.py")
     assert code == 2
     assert f"can be written by every user; run: chmod o-w {site.work}/runs" in err
     (site.work / "runs").chmod(0o1777)
-    assert submit(capsys, "train.py")[0] == 0
+    assert site.submit("train.py")[0] == 0
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder away")
-def test_a_runs_folder_or_link_of_another_user(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_runs_folder_or_link_of_another_user(site: Site) -> None:
     theirs = site.work / "theirs"
     theirs.mkdir(mode=0o777)
     os.chown(theirs, 65534, 65534)
-    code, _, err = submit(capsys, "--runs-dir=theirs", "train.py")
+    code, _, err = site.submit("--runs-dir=theirs", "train.py")
     assert code == 2
     assert "belongs to uid 65534, who could replace what is in it" in err
     theirs.chmod(0o1777)  # the sticky bit holds back all but the folder's owner
-    code, _, err = submit(capsys, "--runs-dir=theirs", "train.py")
+    code, _, err = site.submit("--runs-dir=theirs", "train.py")
     assert code == 2
     assert "give a folder of your own with --runs-dir" in err
     (site.work / "mine").mkdir(mode=0o700)
     (site.work / "planted").symlink_to("mine")
     os.chown(site.work / "planted", 65534, 65534, follow_symlinks=False)
-    code, _, err = submit(capsys, "--runs-dir=planted", "train.py")
+    code, _, err = site.submit("--runs-dir=planted", "train.py")
     assert code == 2
     assert "is a symbolic link of uid 65534" in err
     assert list(theirs.iterdir()) == list((site.work / "mine").iterdir()) == []
@@ -403,8 +395,8 @@ def tiny_disk(site: Site) -> Iterator[Path]:
         yield folder
 
 
-def test_a_full_disk(site: Site, tiny_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = submit(capsys, "--runs-dir=tiny", "train.py")
+def test_a_full_disk(site: Site, tiny_disk: Path) -> None:
+    code, out, err = site.submit("--runs-dir=tiny", "train.py")
     assert (code, out) == (2, "")
     assert "the disk is full, or your quota is used up" in err
     assert err.count("\n") == 1
@@ -423,32 +415,30 @@ def test_folders_that_no_other_node_sees(site: Site, capsys: pytest.CaptureFixtu
 
 
 def test_given_options_win_over_sbatchs_variables_and_the_others_stay(
-    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_OPEN_MODE", "SLURM_JOB_ID", "SLURM_NTASKS"):
         monkeypatch.setenv(name, "9")
     monkeypatch.setenv("SBATCH_PARTITION", "high")
-    assert submit(capsys, "-p", "main", "train.py")[0] == 0
+    assert site.submit("-p", "main", "train.py")[0] == 0
     seen = Path(f"{site.asked}.sbatch.env").read_text()
     assert "SBATCH_ACCOUNT=" in seen
     for name in ("SBATCH_PARTITION", "SBATCH_OPEN_MODE", "SLURM_JOB_ID", "SLURM_NTASKS"):
         assert name not in seen
 
 
-def test_a_ctrl_c_during_sbatch_takes_effect_when_the_job_is_known(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ctrl_c_during_sbatch_takes_effect_when_the_job_is_known(site: Site) -> None:
     site.command("sbatch", out="1234\n", and_then=f"kill -INT {os.getpid()}")
-    assert submit(capsys, "train.py")[0] == 130
+    assert site.submit("train.py")[0] == 130
     run = the_run(site)
     assert (run / "run.json").exists()
     assert len(list((site.state / "hpc_elastic" / "jobs").iterdir())) == 1
 
 
-def test_wait_takes_over_the_code(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_takes_over_the_code(site: Site) -> None:
     text = captured("22.05.8", "scontrol-show-job-cancelled-pending")[1]
     site.command("scontrol", out=text)
-    code, out, err = submit(capsys, "--wait", "train.py")
+    code, out, err = site.submit("--wait", "train.py")
     assert code == 143
     assert "job 1234 is cancelled" in err
     assert "run directory" in out

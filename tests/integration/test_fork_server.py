@@ -22,8 +22,7 @@ from tests.rigs.waiting import until
 
 def test_where_nothing_can_be_shared_workers_are_started_fresh(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os\nos.abort()")
-    (tmp_path / "train.py").write_text("")
-    with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
+    with Starter(tmp_path, script="", preload=("mine",)) as starter:
         starter.server.start()
         starter.until(ServerState.FAILED)
         assert starter.server.fork_workers([{}]) == [None]
@@ -33,8 +32,7 @@ def test_where_nothing_can_be_shared_workers_are_started_fresh(tmp_path: Path) -
 
 @pytest.mark.parametrize("python", ["true", "false", "/no/such/python", "sh"])
 def test_an_interpreter_that_does_not_read_the_servers_file_never_runs_the_script(python: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("open('ran', 'w')")
-    with Starter(tmp_path, ["train.py"]) as starter:
+    with Starter(tmp_path, script="open('ran', 'w')") as starter:
         starter.command[0] = python
         starter.server._launch.argv[0] = python  # type: ignore[index]
         starter.server.start()
@@ -48,8 +46,7 @@ def test_an_isolated_interpreter_gets_no_server_and_never_runs_the_script(tmp_pa
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -E "$@"\n')
     wrapper.chmod(0o755)
-    (tmp_path / "train.py").write_text("open('ran', 'w')")
-    with Starter(tmp_path, ["train.py"]) as starter:
+    with Starter(tmp_path, script="open('ran', 'w')") as starter:
         starter.server._launch.argv[0] = str(wrapper)  # type: ignore[index]
         starter.server.start()
         starter.until(ServerState.FAILED)
@@ -71,8 +68,7 @@ def test_an_isolated_interpreter_gets_no_server_and_never_runs_the_script(tmp_pa
 def test_a_sitecustomize_that_cannot_be_shared_means_no_server(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "libs").mkdir()
     (tmp_path / "libs" / "sitecustomize.py").write_text(text)
-    (tmp_path / "train.py").write_text("")
-    with Starter(tmp_path, ["train.py"], environ={"PYTHONPATH": str(tmp_path / "libs")}) as starter:
+    with Starter(tmp_path, script="", environ={"PYTHONPATH": str(tmp_path / "libs")}) as starter:
         starter.server.start()
         starter.until(ServerState.FAILED)
         assert starter.server.why_fresh == f"there is no fork server: sitecustomize can't be shared: {reason}" + (
@@ -85,7 +81,7 @@ def test_a_sitecustomize_that_can_be_shared_is_the_workers(tmp_path: Path) -> No
     (tmp_path / "libs").mkdir()
     (tmp_path / "libs" / "sitecustomize.py").write_text("import os; os.environ['SITE'] = 'here'")
     (tmp_path / "train.py").write_text("import os, sitecustomize; print(sitecustomize.__file__, os.environ['SITE'])")
-    with Starter(tmp_path, ["train.py"], environ={"PYTHONPATH": str(tmp_path / "libs")}) as starter:
+    with Starter(tmp_path, environ={"PYTHONPATH": str(tmp_path / "libs")}) as starter:
         starter.ready()
         fresh, forked = starter.both(RANK="1")
     assert fresh.stdout == forked.stdout == f"{tmp_path / 'libs' / 'sitecustomize.py'} here\n"
@@ -97,8 +93,7 @@ def test_a_wrapper_of_the_interpreter_is_followed(tmp_path: Path) -> None:
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nexport WRAPPED=1\nexec {sys.executable} -X dev "$@"\n')
     wrapper.chmod(0o755)
-    (tmp_path / "train.py").write_text("import sys, os; print(sys.flags.dev_mode, os.environ['WRAPPED'])")
-    with Starter(tmp_path, ["train.py"]) as starter:
+    with Starter(tmp_path, script="import sys, os; print(sys.flags.dev_mode, os.environ['WRAPPED'])") as starter:
         starter.command[0] = str(wrapper)
         starter.server._launch.argv[0] = str(wrapper)  # type: ignore[index]
         starter.ready()
@@ -107,8 +102,7 @@ def test_a_wrapper_of_the_interpreter_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_server_that_dies_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print('here')")
-    with Starter(tmp_path, ["train.py"]) as starter:
+    with Starter(tmp_path, script="print('here')") as starter:
         starter.ready()
         first = starter.server.pid
         assert first is not None
@@ -121,8 +115,7 @@ def test_a_server_that_dies_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_stopped_server_costs_a_fresh_start_and_no_worker_twice(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os; open(f'ran-{os.getpid()}', 'w')")
-    with Starter(tmp_path, ["train.py"]) as starter:
+    with Starter(tmp_path, script="import os; open(f'ran-{os.getpid()}', 'w')") as starter:
         starter.ready()
         first = starter.server.pid
         assert first is not None
@@ -140,8 +133,7 @@ def test_a_stopped_server_costs_a_fresh_start_and_no_worker_twice(tmp_path: Path
 def test_a_worker_that_was_given_up_at_its_gate_never_runs(tmp_path: Path) -> None:
     """Between fork and setsid, and after it: whatever happened to the server, the gate is shut."""
     (tmp_path / "slow.py").write_text("import os, time\nos.register_at_fork(after_in_child=lambda: time.sleep(2.5))")
-    (tmp_path / "train.py").write_text("open('ran', 'w')")
-    with Starter(tmp_path, ["train.py"], preload=("slow",)) as starter:
+    with Starter(tmp_path, script="open('ran', 'w')", preload=("slow",)) as starter:
         starter.ready()
         assert starter.server.fork_workers([starter.base]) == [None]
         starter.server.close()
@@ -166,8 +158,7 @@ def _leads(name: str) -> bool:
 def test_a_file_that_changed_since_its_import_is_imported_again(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("VALUE = 'old'")
-    (tmp_path / "train.py").write_text("import mine; print(mine.VALUE)")
-    with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
+    with Starter(tmp_path, script="import mine; print(mine.VALUE)", preload=("mine",)) as starter:
         starter.ready()
         assert finish(starter.fork()).stdout == "old\n"
         mine.write_text("VALUE = 'newer'")
@@ -184,7 +175,7 @@ def test_a_project_that_is_a_virtual_environment_itself_has_its_files_watched(tm
     model = tmp_path / "mine" / "model.py"
     model.write_text("VALUE = 'old'")
     (tmp_path / "train.py").write_text("import mine.model; print(mine.model.VALUE)")
-    with Starter(tmp_path, ["train.py"], preload=("mine",), python=str(tmp_path / "bin" / "python")) as starter:
+    with Starter(tmp_path, preload=("mine",), python=str(tmp_path / "bin" / "python")) as starter:
         starter.ready()
         assert finish(starter.fork()).stdout == "old\n"
         model.write_text("VALUE = 'newer'")
@@ -195,7 +186,7 @@ def test_a_project_that_is_a_virtual_environment_itself_has_its_files_watched(tm
 def test_what_a_module_read_of_the_environment_must_hold_for_the_worker(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os\nLEVEL = os.environ.get('LEVEL', '')")
     (tmp_path / "train.py").write_text("import mine; print(mine.LEVEL)")
-    with Starter(tmp_path, ["train.py"], preload=("mine",), environ={"LEVEL": "1"}) as starter:
+    with Starter(tmp_path, preload=("mine",), environ={"LEVEL": "1"}) as starter:
         starter.ready()
         assert finish(starter.fork()).stdout == "1\n"
         assert starter.server.fork_workers([{**starter.base, "LEVEL": "2"}]) == [None]
@@ -214,7 +205,7 @@ def test_what_workers_import_is_learned_and_kept_for_the_next_attempt(tmp_path: 
         "import lib.late, lib.listens, colorsys\ntime.sleep(4)"
     )
     environ = {"PYTHONPATH": str(tmp_path / "site-packages")}
-    with Starter(tmp_path, ["train.py"], preload=("json",), environ=environ, is_auto=True) as starter:
+    with Starter(tmp_path, preload=("json",), environ=environ, is_auto=True) as starter:
         starter.ready()
         worker = starter.server.fork_workers([{**starter.base, "GROUP_RANK": "0"}])[0]
         assert worker is not None

@@ -115,7 +115,7 @@ def test_a_module_whose_import_is_more_than_code_is_left_out(name: str, tmp_path
     (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "good.py").write_text("")
     (tmp_path / "train.py").write_text(f"import sys; print('good' in sys.modules, '{name}' in sys.modules)")
-    with Starter(tmp_path, ["train.py"], preload=(name, "good"), import_seconds=3.0) as starter:
+    with Starter(tmp_path, preload=(name, "good"), import_seconds=3.0) as starter:
         starter.ready()
         assert finish(starter.fork(RANK="1")).stdout == "True False\n"
         found = starter.server.preload.left_out[name]
@@ -202,7 +202,7 @@ def test_a_module_that_is_shared_is_as_in_a_fresh_interpreter(name: str, tmp_pat
     (tmp_path / "train.py").write_text(
         f"import sys\nwas = '{name}' in sys.modules\nimport {name}\nprint({name}.look())\nprint('loaded', was)"
     )
-    with Starter(tmp_path, ["train.py"], preload=(name,), environ={"MINE": "given"}) as starter:
+    with Starter(tmp_path, preload=(name,), environ={"MINE": "given"}) as starter:
         starter.ready()
         assert not starter.server.preload.left_out
         fresh, forked = starter.both(RANK="3", LOCAL_RANK="1")
@@ -216,7 +216,7 @@ def test_generators_without_a_seed_differ_between_workers(tmp_path: Path) -> Non
         "import random, numpy\nR, G, S = random.Random(), numpy.random.default_rng(), numpy.random.RandomState()\n"
     )
     (tmp_path / "train.py").write_text("import mine; print(mine.R.random(), mine.G.random(), mine.S.rand())")
-    with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
+    with Starter(tmp_path, preload=("mine",)) as starter:
         starter.ready()
         assert not starter.server.preload.left_out
         drawn = [finish(starter.fork()).stdout.split() for _ in range(3)]
@@ -238,7 +238,7 @@ def test_a_module_that_seeds_torch_is_left_out(text: str, tmp_path: Path) -> Non
         "import sys, torch; was = 'mine' in sys.modules; import mine\n"
         "print(torch.get_num_threads(), torch.rand(1).item() if 'seed' in open('mine.py').read() else 0)\nprint(was)"
     )
-    with Starter(tmp_path, ["train.py"], preload=("json", "mine")) as starter:
+    with Starter(tmp_path, preload=("json", "mine")) as starter:
         starter.ready()
         fresh, forked = starter.both()
         left_out = starter.server.preload.left_out

@@ -45,8 +45,7 @@ if __name__ == "__main__":
 
 
 def test_training_with_torch_gives_the_same_in_both(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    with Starter(tmp_path, ["train.py"], preload=("torch", "torch._dynamo")) as starter:
+    with Starter(tmp_path, script=TRAIN, preload=("torch", "torch._dynamo")) as starter:
         starter.ready()
         assert not starter.server.preload.left_out
         fresh, forked = starter.both(GLOO_SOCKET_IFNAME="lo")
@@ -78,7 +77,7 @@ def test_what_inductor_compiles_is_the_same_in_both(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COMPILES)
     preload = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.codecache")
     cache = tmp_path / "cache"
-    with Starter(tmp_path, ["train.py"], preload=preload, environ={"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as starter:
+    with Starter(tmp_path, preload=preload, environ={"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as starter:
         starter.ready()
         assert not starter.server.preload.left_out
         forked = finish(starter.fork())

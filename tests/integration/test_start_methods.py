@@ -199,8 +199,7 @@ def test_a_fork_ends_as_a_fresh_interpreter_does(tmp_path: Path) -> None:
 def test_every_python_is_started_alike_by_both_methods(tmp_path: Path, names: tuple[str, ...]) -> None:
     """The workers' interpreter need not be the agent's."""
     for python in set(pythons().values()) - {sys.executable}:
-        (tmp_path / "train.py").write_text(NORMAL + LOOK + "\n")
-        with Starter(tmp_path, ["train.py"], python=python) as starter:
+        with Starter(tmp_path, script=NORMAL + LOOK + "\n", python=python) as starter:
             starter.ready()
             fresh, forked = starter.both(RANK="0")
             assert json.loads(forked.stdout) == json.loads(fresh.stdout), python
@@ -232,8 +231,7 @@ def _normal(text: str) -> str:
 )
 def test_what_the_environment_asks_of_an_interpreter_holds_for_a_fork(environ: dict[str, str], tmp_path: Path) -> None:
     more = "\nprint(hash('a') if 'PYTHONHASHSEED' in os.environ else '', __debug__)\n"
-    (tmp_path / "train.py").write_text(LOOK + more)
-    with Starter(tmp_path, ["train.py"], environ=environ) as starter:
+    with Starter(tmp_path, script=LOOK + more, environ=environ) as starter:
         starter.ready()
         fresh, forked = starter.both(RANK="3", LATER="z" * 90_000)
     assert (forked.status.exitcode, forked.stderr) == (fresh.status.exitcode, fresh.stderr) == (0, "")
@@ -251,7 +249,7 @@ def test_a_module_that_came_after_the_import_is_found(tmp_path: Path) -> None:
     (mine / "__init__.py").write_text("import importlib.util; importlib.util.find_spec('mine.late')")
     (tmp_path / "train.py").write_text("import mine.late; print('found')")
     before = os.stat(mine)
-    with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
+    with Starter(tmp_path, preload=("mine",)) as starter:
         starter.ready()
         (mine / "late.py").write_text("")
         os.utime(mine, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -270,7 +268,7 @@ def test_a_signal_meets_the_scripts_own_handler(tmp_path: Path) -> None:
         time.sleep(60)
         """)
     )
-    with Starter(tmp_path, ["train.py"]) as starter:
+    with Starter(tmp_path) as starter:
         starter.ready()
         for worker in (starter.spawn(), starter.fork()):
             seen = finish(worker, send=signal.SIGTERM, at="ready\n")
@@ -310,7 +308,7 @@ def test_no_two_workers_draw_the_same_numbers(tmp_path: Path) -> None:
         "      next(tempfile._get_candidate_names()), numpy.random.default_rng().random(),\n"
         "      bytes(multiprocessing.current_process().authkey).hex())\n"
     )
-    with Starter(tmp_path, ["train.py"], preload=("random", "numpy", "tempfile", "multiprocessing.process")) as starter:
+    with Starter(tmp_path, preload=("random", "numpy", "tempfile", "multiprocessing.process")) as starter:
         starter.ready()
         drawn = [finish(starter.fork()).stdout.split() for _ in range(3)]
     assert all(len(column) == 7 for column in drawn), drawn
@@ -322,7 +320,7 @@ def test_a_seed_that_is_asked_for_gives_the_same_numbers(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(
         "import random, numpy; random.seed(7); numpy.random.seed(7); print(random.random(), numpy.random.rand())\n"
     )
-    with Starter(tmp_path, ["train.py"], preload=("random", "numpy")) as starter:
+    with Starter(tmp_path, preload=("random", "numpy")) as starter:
         starter.ready()
         fresh, forked = starter.both()
     assert fresh.stdout == forked.stdout != ""
@@ -332,7 +330,7 @@ def test_the_worker_is_the_agents_child_and_its_imports_are_there(tmp_path: Path
     import os
 
     (tmp_path / "train.py").write_text("import os, sys; print(os.getppid(), 'decimal' in sys.modules)\n")
-    with Starter(tmp_path, ["train.py"], preload=("decimal",)) as starter:
+    with Starter(tmp_path, preload=("decimal",)) as starter:
         starter.ready()
         seen = finish(starter.fork())
         assert Path(f"/proc/{starter.server.pid}/comm").read_text() == "fork-server\n", "a tool counts no worker more"

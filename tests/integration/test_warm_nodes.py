@@ -73,7 +73,7 @@ def test_a_spare_imports_what_workers_elsewhere_have_learned(tmp_path: Path) -> 
     (tmp_path / "late.py").write_text("")
     (tmp_path / "unfit.py").write_text("import socket\nS = socket.socket()")
     (tmp_path / "train.py").write_text("import sys; print('late' in sys.modules)")
-    with Starter(tmp_path, ["train.py"], preload=("json",), is_auto=True) as starter:
+    with Starter(tmp_path, preload=("json",), is_auto=True) as starter:
         starter.ready()
         known = Preload(modules=("json",), learned=("late", "unfit"), is_auto=True).without("unfit", "why")
         known.save(tmp_path / "preload.json")

@@ -41,8 +41,10 @@ class Starter:
     """Starts workers of one script. For a ``with``: its server is gone at the end."""
 
     folder: Path
-    argv: Sequence[str]
+    argv: Sequence[str] = ("train.py",)
     """After ``python -u``."""
+    script: str | None = None
+    """The text of train.py, where the test has not written it."""
     preload: Sequence[str] = ("json",)
     environ: Mapping[str, str] = field(default_factory=dict)
     import_seconds: float = IMPORT_SECONDS
@@ -52,6 +54,8 @@ class Starter:
     def __post_init__(self) -> None:
         self.clock = RunClock()
         self.events: list[AgentEvent] = []
+        if self.script is not None:
+            (self.folder / "train.py").write_text(self.script)
         site = self.folder / "site"
         site.mkdir(exist_ok=True)
         names = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "RES_OPTIONS", "OMP_NUM_THREADS")
