@@ -16,6 +16,7 @@ import pytest
 from tests.rigs.network_mounts import NetworkMounts, prerequisites, require_mounts
 from tests.rigs.network_mounts.leftovers import PREFIX, remove_leftovers
 from tests.rigs.network_mounts.location import mounts_below
+from tests.rigs.processes import Process, all_processes
 from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,18 +30,9 @@ time.sleep(100)
 """
 
 
-def processes_of(folder: Path) -> list[str]:
-    """The command lines that name the rig's folder, this process's and zombies' aside."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if str(folder) in line:
-                found.append(line)
-    return found
+def processes_of(folder: Path) -> list[Process]:
+    """Those whose command line names the rig's folder."""
+    return [process for process in all_processes() if any(str(folder) in word for word in process.argv)]
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from hpc_elastic.rendezvous.schedule import budget
 from hpc_elastic.store.notifier import MOST_LOGGED, MOST_REJECTED, PERIOD
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.network_nodes.network import NETNS_FOLDER
-from tests.rigs.network_nodes.nodes import seconds_to_stop
+from tests.rigs.network_nodes.nodes import MARK, seconds_to_stop
 from tests.rigs.nfs_emulator import require_fuse
+from tests.rigs.processes import marked
 
 NODES = 3
 FLOOD_SECONDS = 3.0
@@ -61,19 +62,11 @@ def _rigs() -> None:
 
 
 def agent_pid(run: NetworkRun, node: int) -> int:
-    """The agent's process, as numbered outside."""
-    for entry in os.listdir("/proc"):
-        try:
-            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-            environ = Path(f"/proc/{entry}/environ").read_bytes()
-        except OSError:
-            continue
-        if words[1:4] == [b"-m", b"hpc_elastic", b"agent"] and f"NETWORK_RUN_MARK={run.mark}".encode() in environ:
-            parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
-            is_guardian = b"hpc_elastic" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[:4]
-            if words[words.index(b"--node") + 1] == str(node).encode() and not is_guardian:
-                return int(entry)
-    raise AssertionError(f"no agent of n{node}")
+    """The agent's process, as numbered outside. Its guardian is a fork of it."""
+    found = [process for process in marked(MARK, run.mark) if process.argv[1:4] == ("-m", "hpc_elastic", "agent")]
+    mine = {agent.pid: agent.parent for agent in found if agent.argv[agent.argv.index("--node") + 1] == f"{node}"}
+    (pid,) = (pid for pid, parent in mine.items() if parent not in mine)
+    return pid
 
 
 def cpu_seconds(pid: int) -> float:
