@@ -30,7 +30,8 @@ def unfold(attempt: Path) -> None:
             for parent in reversed(path.relative_to(attempt).parents):
                 (attempt / parent).mkdir(mode=0o700, exist_ok=True)
             if name.startswith("store/") and not name.startswith("store/hb/"):
-                path.symlink_to(data.decode())
+                with suppress(FileExistsError):  # a cache has it still
+                    path.symlink_to(data.decode())
             elif not path.exists():
                 path.write_bytes(data)
         folded.unlink(missing_ok=True)
