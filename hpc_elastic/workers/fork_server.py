@@ -47,7 +47,6 @@ _NAME = b"fork-server"
 """Beside its command line, which is the workers'."""
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends TERM to every process of a step. Blocked, not ignored: the dispositions stay a fresh start's."""
-_OWN = "HPC_ELASTIC_"
 _WHEN_TORCH_IS_IMPORTED = "hpc_elastic.worker_api.torch_import"
 """Its `start` is called at the end of ``import torch``, and does nothing in the server, which is no worker."""
 _NAMES_BYTES = 1 << 20

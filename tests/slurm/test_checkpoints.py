@@ -27,7 +27,9 @@ def test_a_requeue_after_a_lost_node_continues_from_the_committed_step(cluster: 
     run.wait_training({"n1", "n3", "n4"}, attempt=1, timeout=120)
     assert run.result()["outcome"] == "too_few_nodes"
     log = run.wait_log(lambda log: log.count("begins at step") == 6)
-    assert set(re.findall(r"begins at step (\d+) from ([a-z ]+)", log)[3:]) == {(str(committed()[-1]), "shared")}
+    ((step, place),) = set(re.findall(r"begins at step (\d+) from ([a-z ]+)", log)[3:])
+    assert place == "shared"
+    assert int(step) >= committed()[-1], "n2 may have committed one, and lost its event with its power"
     run.say_end()
     assert run.wait_end() == "COMPLETED"
     run.check_training(1)
