@@ -32,6 +32,7 @@ from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.membership import Membership, RoundResult
 from hpc_elastic.rendezvous.run_folder import EpochSweep, RunFolder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.store.base import StoreFullError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -290,8 +291,10 @@ class FileRendezvousHandler:
         """Do something with files, which may be repeated, in the thread for them: a dead mount never answers."""
         run_id = self._config.run_id
         try:
-            return self._files.do(action, within=seconds, again=lambda error: isinstance(error, OSError))
-        except OSError as error:
+            return self._files.do(
+                action, within=seconds, again=lambda error: isinstance(error, (OSError, StoreFullError))
+            )
+        except (OSError, StoreFullError) as error:
             why = "no answer" if isinstance(error, FilesystemHangsError) else str(error)
             path = self._folder.path
             raise FilesystemTimeoutError(run_id=run_id, path=path, timeout=seconds, why=why) from error

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from hpc_elastic.rendezvous.run_folder import RunFolder, safe_name
+from hpc_elastic.store.base import StoreFullError
 from tests.rigs.rendezvous_handlers import HandlerRig, at_most
 from tests.rigs.waiting import until
 
@@ -210,14 +211,21 @@ def test_a_folder_that_is_gone_is_one_error_that_names_it(tmp_path: Path, caplog
     assert len(caplog.records) <= 1, caplog.text
 
 
-def test_a_refusing_filesystem_is_tried_until_the_deadline(rig: HandlerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+FULL = StoreFullError(root="/s", why="refused for a test")
+
+
+@pytest.mark.parametrize(("step", "error"), [("enter", OSError(5, "refused for a test")), ("latest", FULL)])
+def test_a_refusing_filesystem_is_tried_until_the_deadline(
+    rig: HandlerRig, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
+) -> None:
+    """A disk is full for a moment when a node that was killed joins again."""
     handler = rig.make(timeout=0.3)
 
     def refuse(*_: object) -> None:
-        raise OSError(5, "refused for a test")
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "enter", refuse)
+        patch.setattr(RunFolder, step, refuse)
         with at_most(2.3), pytest.raises(RendezvousTimeoutError, match="refused for a test"):
             handler.next_rendezvous()
     assert rig.meet(handler)[0].rank == 0
