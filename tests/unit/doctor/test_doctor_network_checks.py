@@ -46,11 +46,7 @@ def found(facts: dict[str, NetworkFacts], check: str) -> DoctorFinding:
 
 def test_a_healthy_network_is_ok_in_each_line() -> None:
     assert [(finding.level, finding.check, finding.found) for finding in judge_network(facts())] == [
-        (
-            OK,
-            "network.addresses",
-            "each node reaches each (n1 at 10.0.0.1, n2 at 10.0.0.2, n3 at 10.0.0.3)",
-        ),
+        (OK, "network.addresses", "each node reaches each (n1 at 10.0.0.1, n2 at 10.0.0.2, n3 at 10.0.0.3)"),
         (OK, "network.master", "MASTER_ADDR=10.0.0.1 is reached from all nodes"),
         (OK, "network.clocks", "at most 2.2 ms apart"),
     ]
@@ -70,10 +66,7 @@ def test_an_address_that_leads_nowhere_is_a_warning_where_it_is_the_one_of_the_n
         "n3": replace(healthy("n3"), addresses=("192.168.9.3", ADDRESS["n3"]))
     }
     one = found(facts(**changed), "addresses")
-    assert (one.level, one.found) == (
-        WARNING,
-        "not reached: n3's 192.168.9.3 from n1, n3's 192.168.9.3 from n2",
-    )
+    assert (one.level, one.found) == (WARNING, "not reached: n3's 192.168.9.3 from n1, n3's 192.168.9.3 from n2")
     assert one.means == "a script that uses the name of such a node as MASTER_ADDR does not work everywhere"
     changed["n3"] = replace(healthy("n3"), addresses=(ADDRESS["n3"], "192.168.9.3"))
     one = found(facts(**changed), "addresses")
@@ -83,9 +76,7 @@ def test_an_address_that_leads_nowhere_is_a_warning_where_it_is_the_one_of_the_n
 def test_a_master_that_is_not_reached() -> None:
     n3 = replace(healthy("n3"), master=Reached(node="", address="10.0.0.1", error="Connection refused"))
     one = found(facts(n3=n3), "master")
-    assert (one.level, one.found) == (
-        PROBLEM, "MASTER_ADDR=10.0.0.1 is not reached from n3 (Connection refused)"
-    )  # fmt: skip
+    assert (one.level, one.found) == (PROBLEM, "MASTER_ADDR=10.0.0.1 is not reached from n3 (Connection refused)")
 
 
 def clock_of_n2(*seen: tuple[float, float]) -> dict[str, NetworkFacts]:

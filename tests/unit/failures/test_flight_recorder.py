@@ -293,7 +293,7 @@ def test_sends_and_receives_that_were_put_together_end_together() -> None:
     ranks[1] = [*done[1], *both(2, "recv 1<-0", done=False)]
     (suspect,) = judge(ranks).suspects
     assert (suspect.rank, suspect.reason.partition(",")[0]) == (
-        1, "never entered the send for the recv from 1 to 0 #2 of group default_pg (4.0 MiB bf16)",
+        1, "never entered the send for the recv from 1 to 0 #2 of group default_pg (4.0 MiB bf16)"
     )  # fmt: skip
     ranks[1] = [*done[1], *both(2, *second, done=False)]
     assert not judge(ranks).suspects
