@@ -125,11 +125,6 @@ def test_where_no_store_of_ours_serves_rank_0_opens_it() -> None:
     assert environment(facts=replace(FACTS, agent_store=False))["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
-def test_the_variables_are_documented() -> None:
-    documented = set(re.findall(r"`([A-Z][A-Z_]+)`", DOCS.read_text()))
-    assert set(environment()) <= documented
-
-
 AS_SLURM_WOULD = {
     "SLURM_NTASKS": "9",
     "SLURM_NPROCS": "9",
@@ -160,8 +155,8 @@ def test_inside_slurm_each_worker_is_a_task(version: str) -> None:
     assert {key: env[key] for key in kept & base.keys()} == {key: base[key] for key in kept & base.keys()}
 
 
-def test_what_slurm_says_in_a_worker_is_documented() -> None:
-    assert set(AS_SLURM_WOULD) <= set(re.findall(r"`([A-Z][A-Z_]+)`", DOCS.read_text()))
+def test_the_variables_are_documented() -> None:
+    assert {*environment(), *AS_SLURM_WOULD} <= set(re.findall(r"`([A-Z][A-Z_]+)`", DOCS.read_text()))
 
 
 def test_what_a_worker_gets_of_its_run_is_left_out_of_what_it_submits() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.worker_api import heartbeat
+from hpc_elastic.worker_api import flight_recorder, heartbeat
 from hpc_elastic.worker_api.heartbeat_record import VARIABLE, empty_file
 
 
@@ -23,3 +24,21 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield path
     if heartbeat.reporter._lock_fd >= 0:
         os.close(heartbeat.reporter._lock_fd)
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object], bytes, str], Path]:
+    """Starts the flight recorder of this process, writes a byte into its pipe, and waits for the file that answers."""
+
+    def ask(start: Callable[[], object], byte: bytes, suffix: str) -> Path:
+        monkeypatch.setenv(flight_recorder.VARIABLE, str(tmp_path / "x"))
+        replaced, move = threading.Event(), os.replace
+        monkeypatch.setattr(flight_recorder.os, "replace", lambda *paths: (move(*paths), replaced.set()))
+        start()
+        fd = os.open(tmp_path / f"x.{os.getpid()}.ask", os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fd, byte)
+        os.close(fd)
+        assert replaced.wait(20)
+        return tmp_path / f"x.{os.getpid()}.{suffix}"
+
+    return ask

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,21 +92,14 @@ def test_what_an_answer_costs() -> None:
     assert len(json.dumps(codec.to_json(written))) < 16e3
 
 
-def test_a_byte_brings_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_brings_them(ask: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     dump = (DATA / "gloo_2.13_other_0").read_bytes()
     c10d = SimpleNamespace(_dump_fr_trace_json=lambda whole: dump)
     torch = SimpleNamespace(__version__="2.13.0", _C=SimpleNamespace(_distributed_c10d=c10d))
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
-    monkeypatch.setenv(flight_recorder.VARIABLE, str(tmp_path / "x"))
     monkeypatch.setattr(flight_recorder.atexit, "register", lambda *rest: None)
-    replaced, move = threading.Event(), os.replace
-    monkeypatch.setattr(flight_recorder.os, "replace", lambda *paths: (move(*paths), replaced.set()))
-    flight_recorder.start(lambda *args, **kwargs: False)
-    fd = os.open(tmp_path / f"x.{os.getpid()}.ask", os.O_WRONLY | os.O_NONBLOCK)
-    os.write(fd, flight_recorder.WHEN)
-    os.close(fd)
-    assert replaced.wait(20)
-    answer = json.loads((tmp_path / f"x.{os.getpid()}.when").read_text())
+    path = ask(lambda: flight_recorder.start(lambda *args, **kwargs: False), flight_recorder.WHEN, "when")
+    answer = json.loads(path.read_text())
     assert list(answer["groups"]) == ["gloo 0"]
     assert 0 <= answer["seconds"] < 1
-    assert not list(tmp_path.glob("*.json")), "it was not asked for a whole dump"
+    assert not list(path.parent.glob("*.json")), "it was not asked for a whole dump"

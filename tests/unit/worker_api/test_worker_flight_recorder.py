@@ -58,19 +58,8 @@ def test_torch_calls_it() -> None:
     assert section.startswith(f'hpc_elastic = "{torch_import.__name__}:start"\n')
 
 
-def test_a_byte_brings_a_dump(
-    tmp_path: Path, torch: Torch, at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "x"))
-    replaced = threading.Event()
-    move = os.replace
-    monkeypatch.setattr(flight_recorder.os, "replace", lambda *paths: (move(*paths), replaced.set()))
-    start()
-    fd = os.open(tmp_path / f"x.{os.getpid()}.ask", os.O_WRONLY | os.O_NONBLOCK)
-    os.write(fd, b"1")
-    os.close(fd)
-    assert replaced.wait(20)
-    dump = tmp_path / f"x.{os.getpid()}.json"
+def test_a_byte_brings_a_dump(ask: Callable[..., Path], torch: Torch, at_exit: list[Callable[[], None]]) -> None:
+    dump = ask(start, b"1", "json")
     assert dump.read_bytes() == DUMP
     assert dump.stat().st_mode & 0o077 == 0
     assert len(at_exit) == 1
