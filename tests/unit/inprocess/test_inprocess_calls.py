@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -59,6 +59,11 @@ def wrapper(**arguments: Any) -> inprocess.Wrapper:
     return inprocess.Wrapper(store_factory=HashStore, **arguments)
 
 
+def hook(kind: type, body: Callable[..., Any]) -> Any:
+    """One of this kind that does `body`."""
+    return type(kind)("Hook", (kind,), {"__call__": lambda _, *arguments: body(*arguments)})()
+
+
 class Script:
     """All hooks at once: they note their calls, and raise what they are told to, once."""
 
@@ -77,43 +82,29 @@ class Script:
         return call.iteration
 
     def arguments(self) -> dict[str, Any]:
-        script = self
+        def noting(kind: type, facts: Callable[..., tuple[str, object]]) -> Any:
+            def call(state: Any, *rest: Any) -> Any:
+                self.note(*facts(state, *rest))
+                return (state, *rest) if rest else state
 
-        class Start(inprocess.initialize.Initialize):
-            def __call__(self, state: Any) -> Any:
-                script.note("initialize", state.iteration)
-                return state
+            return hook(kind, call)
 
-        class Stop(inprocess.abort.Abort):
-            def __call__(self, state: Any) -> Any:
-                script.note("abort", state.status.name)
-                return state
+        def assign(state: Any, terminated_ranks: Any) -> Any:
+            self.note("assign", sorted(terminated_ranks))
+            return inprocess.rank_assignment.ShiftRanks()(state, terminated_ranks)
 
-        class End(inprocess.finalize.Finalize):
-            def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
-                script.note("finalize", repr(train_ex))
-                return state, train_ex
-
-        class Check(inprocess.health_check.HealthCheck):
-            def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
-                when = "before" if state.status is inprocess.state.Status.ACTIVE else "after"
-                script.note(f"check_{when}", repr(train_ex))
-                return state, train_ex
-
-        class Assign(inprocess.rank_assignment.ShiftRanks):
-            def __call__(self, state: Any, terminated_ranks: Any) -> Any:
-                script.note("assign", sorted(terminated_ranks))
-                return super().__call__(state, terminated_ranks)
-
-        class Filter(inprocess.rank_filter.RankFilter):
-            def __call__(self, state: Any) -> Any:
-                script.note("filter", state.active_world_size)
-                return state
+        def checked(state: Any, error: Exception | None) -> tuple[str, object]:
+            is_before = state.status is inprocess.state.Status.ACTIVE
+            return "check_before" if is_before else "check_after", repr(error)
 
         return {
-            "initialize": Start(), "abort": Stop(), "finalize": End(), "health_check": Check(),
-            "rank_assignment": Assign(), "rank_filter": Filter(),
-        }  # fmt: skip
+            "initialize": noting(inprocess.initialize.Initialize, lambda state: ("initialize", state.iteration)),
+            "abort": noting(inprocess.abort.Abort, lambda state: ("abort", state.status.name)),
+            "finalize": noting(inprocess.finalize.Finalize, lambda state, error: ("finalize", repr(error))),
+            "health_check": noting(inprocess.health_check.HealthCheck, checked),
+            "rank_assignment": hook(inprocess.rank_assignment.RankAssignment, assign),
+            "rank_filter": noting(inprocess.rank_filter.RankFilter, lambda state: ("filter", state.active_world_size)),
+        }
 
 
 ITERATION = ["assign []", "filter 1"]
@@ -182,22 +173,22 @@ def test_what_fails_because_of_the_abort_is_no_fault_of_this_rank() -> None:
     hooks = script.arguments()
     base: list[Any] = []
 
-    class Start(inprocess.initialize.Initialize):
-        def __call__(self, state: Any) -> Any:
-            base.append(state.store)
-            return state
+    def start(state: Any) -> Any:
+        base.append(state.store)
+        return state
 
-    class Stop(inprocess.abort.Abort):
-        def __call__(self, state: Any) -> Any:
-            part = interrupt.aborted()
-            assert part is not None
-            # As AbortTorchDistributed does: told to leave, then cut.
-            part._wanted = "test"
-            is_aborted.set()
-            part.wait_until_left(30)
-            return state
+    def stop(state: Any) -> Any:
+        part = interrupt.aborted()
+        assert part is not None
+        # As AbortTorchDistributed does: told to leave, then cut.
+        part._wanted = "test"
+        is_aborted.set()
+        part.wait_until_left(30)
+        return state
 
-    @wrapper(**{**hooks, "initialize": Start(), "abort": Stop()})
+    hooks |= {"initialize": hook(inprocess.initialize.Initialize, start), "abort": hook(inprocess.abort.Abort, stop)}
+
+    @wrapper(**hooks)
     def function(call: inprocess.CallWrapper) -> int:
         if call.iteration == 0:
             base[-1].record_interrupted()
@@ -214,29 +205,22 @@ def test_what_fails_because_of_the_abort_is_no_fault_of_this_rank() -> None:
 def test_what_initialize_returns_takes_the_states_place() -> None:
     given: list[Any] = []
 
-    class Start(inprocess.initialize.Initialize):
-        def __call__(self, state: Any) -> Any:
-            given.append(copy.copy(state))
-            return given[-1]
+    def start(state: Any) -> Any:
+        given.append(copy.copy(state))
+        return given[-1]
 
-    class Check(inprocess.health_check.HealthCheck):
-        def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
-            assert state is given[-1]
-            return state, train_ex
+    def check(state: Any, error: Exception | None) -> Any:
+        assert state is given[-1]
+        return state, error
 
-    assert wrapper(initialize=Start(), health_check=Check())(lambda: len(given))() == 1
+    started, checked = hook(inprocess.initialize.Initialize, start), hook(inprocess.health_check.HealthCheck, check)
+    assert wrapper(initialize=started, health_check=checked)(lambda: len(given))() == 1
 
 
 def test_terminated_ranks_that_are_not_absorbed_end_the_rank() -> None:
-    class Leave(inprocess.rank_assignment.RankAssignment):
-        def __call__(self, state: Any, terminated_ranks: Any) -> Any:
-            return state, {3}
-
-    @wrapper(rank_assignment=Leave())
-    def function() -> None: ...
-
+    leave = hook(inprocess.rank_assignment.RankAssignment, lambda state, _: (state, {3}))
     with pytest.raises(RestartError, match="left terminated ranks: 3"):
-        function()
+        wrapper(rank_assignment=leave)(lambda: None)()
 
 
 def test_calls_can_be_made_again_and_all_hooks_may_be_none() -> None:
@@ -291,19 +275,23 @@ def test_abort_waits_for_an_atomic_part_and_nobody_enters_one_while_it_runs() ->
     order: list[str] = []
     is_aborting = threading.Event()
 
-    class Stop(inprocess.abort.Abort):
-        def __call__(self, state: Any) -> Any:
-            order.append("abort")
-            is_aborting.set()
-            time.sleep(0.05)
-            order.append("abort ends")
-            return state
+    base: list[Any] = []
 
-    @wrapper(abort=Stop())
+    def start(state: Any) -> Any:
+        base.append(state.store.base_store)
+        return state
+
+    def stop(state: Any) -> Any:
+        order.append("abort")
+        is_aborting.set()
+        time.sleep(0.05)
+        order.append("abort ends")
+        return state
+
     def function(call: inprocess.CallWrapper) -> int:
         if call.iteration:
             return call.iteration
-        store = inprocess.store.PrefixStore(0, function_state["base"])
+        store = inprocess.store.PrefixStore(0, base[-1])
         with call.atomic(), call.atomic():
             store.record_interrupted()
             assert not is_aborting.wait(0.05)
@@ -313,15 +301,8 @@ def test_abort_waits_for_an_atomic_part_and_nobody_enters_one_while_it_runs() ->
             order.append("entered")
         raise AssertionError
 
-    function_state: dict[str, Any] = {}
-
-    class Start(inprocess.initialize.Initialize):
-        def __call__(self, state: Any) -> Any:
-            function_state["base"] = state.store.base_store
-            return state
-
-    function_again = wrapper(abort=Stop(), initialize=Start())(function.__wrapped__)  # type: ignore[attr-defined]
-    assert function_again() == 1
+    started, stopped = hook(inprocess.initialize.Initialize, start), hook(inprocess.abort.Abort, stop)
+    assert wrapper(abort=stopped, initialize=started)(function)() == 1
     assert order == ["atomic ends", "abort", "abort ends"]
 
 
