@@ -21,7 +21,7 @@ from hpc_elastic.doctor.network import PROGRAM, BandwidthFacts, exchange_data, j
 from hpc_elastic.doctor.node_job import ProbedNode
 from hpc_elastic.doctor.probe_site import ProbeSettings, ProbeSite
 from hpc_elastic.store.file_store import FileStore
-from tests.rigs.network_nodes import Network, require_network
+from tests.rigs.network_nodes import Network
 from tests.rigs.network_nodes.network import NETNS_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,6 @@ def probe(
     folder: Path, count: int, disturb: Callable[[Network], None] = lambda network: None
 ) -> dict[str, DoctorFinding]:
     """The findings on `count` nodes, by check."""
-    require_network()
     python = folder / "python"  # without torch
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o700)

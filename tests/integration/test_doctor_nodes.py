@@ -20,7 +20,7 @@ from hpc_elastic.doctor.files import FileFacts, probe_files
 from hpc_elastic.doctor.probe_site import ProbeSettings, ProbeSite
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.local_run import ROOT
-from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.waiting import until
 
 
@@ -33,7 +33,6 @@ def site_on(mount: Path, rank: int) -> ProbeSite:
 
 
 def probe_two(folder: Path, settings: MountSettings) -> list[FileFacts]:
-    require_fuse()
     (folder / "runs" / "doctor" / "run" / "doctor" / "store").mkdir(parents=True, mode=0o700)
     with NfsEmulator(folder, mounts=2, settings=settings) as emulator, ThreadPoolExecutor(2) as pool:
         return list(pool.map(probe_files, [site_on(path, rank) for rank, path in enumerate(emulator.paths)]))

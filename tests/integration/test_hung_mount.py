@@ -21,7 +21,7 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs import lockstep
 from tests.rigs.local_run import LocalRun
-from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.processes import Process
 
 GRACE = 1.0
@@ -83,7 +83,6 @@ class MountedRun(LocalRun):
 
 @pytest.fixture
 def emulator(tmp_path: Path) -> Iterator[NfsEmulator]:
-    require_fuse()
     backing = tmp_path / "server"
     backing.mkdir(mode=0o700)
     (backing / "runs").mkdir(mode=0o700)

@@ -18,7 +18,7 @@ from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS, Sweep
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 from tests.rigs.fake_clock import FakeClock
-from tests.rigs.nfs_emulator import NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import NfsEmulator
 
 ROUNDS = 40
 MINE, OTHERS = "00000-a-1-a", "00001-b-1-b"
@@ -34,7 +34,6 @@ def final(index: int) -> RoundRecord:
 
 
 def test_old_rounds_go_with_their_folders_while_another_client_writes(tmp_path: Path) -> None:
-    require_fuse()
     tmp_path.chmod(0o700)
     with NfsEmulator(tmp_path, mounts=2) as emulator:
         here, there = (FileStore(path / "store", clock=SystemClock()) for path in emulator.paths)
@@ -66,7 +65,6 @@ def test_old_rounds_go_with_their_folders_while_another_client_writes(tmp_path: 
 
 
 def test_an_epoch_with_an_open_file_goes_once_that_is_closed(tmp_path: Path) -> None:
-    require_fuse()
     tmp_path.chmod(0o700)
     never = threading.Event()
     with NfsEmulator(tmp_path, mounts=1) as emulator:

@@ -10,7 +10,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
-from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.rendezvous_handlers import HandlerRig
 from tests.rigs.waiting import until
 
@@ -22,7 +22,6 @@ CACHES = {
 
 @pytest.mark.parametrize("caches", CACHES)
 def test_no_change_is_lost_between_mounts(tmp_path: Path, caches: str) -> None:
-    require_fuse()
     (tmp_path / "store").mkdir(mode=0o700)
     with NfsEmulator(tmp_path, mounts=2, settings=CACHES[caches]) as emulator, ThreadPoolExecutor(4) as pool:
         clock = SystemClock()
@@ -45,7 +44,6 @@ def test_no_change_is_lost_between_mounts(tmp_path: Path, caches: str) -> None:
 
 
 def test_handlers_on_mounts_of_their_own_meet_and_start_a_new_epoch(tmp_path: Path) -> None:
-    require_fuse()
     with NfsEmulator(tmp_path, mounts=2) as emulator:
         rig = HandlerRig(emulator.paths[0])
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.network_mounts import KINDS, NetworkMounts
-from tests.rigs.nfs_emulator import NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import NfsEmulator
 from tests.rigs.store_ranks import count_together
 
 pytest.importorskip("torch")
@@ -33,6 +33,5 @@ def test_ranks_on_two_clients_lose_no_increment(kind: str, network_mounts: Calla
 
 
 def test_ranks_on_two_emulated_clients_lose_no_increment(tmp_path: Path) -> None:
-    require_fuse()
     with NfsEmulator(tmp_path, mounts=2) as emulator:
         check_counting(emulator.paths)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.nfs_emulator import emulator as emulator_module
 from tests.rigs.nfs_emulator.emulator import ROOT
 from tests.rigs.waiting import until
@@ -39,7 +39,6 @@ def errno_of(call: Callable[[], object]) -> str:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NfsEmulator]:
-    require_fuse()
     with NfsEmulator(tmp_path_factory.mktemp("server")) as emulator:
         yield emulator
 
@@ -372,12 +371,12 @@ def test_operations_on_the_server_are_counted_by_kind(clients: Clients) -> None:
 
 @pytest.mark.parametrize(("ci", "told"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
 def test_without_fuse_tests_are_skipped_and_fail_in_ci(
-    monkeypatch: pytest.MonkeyPatch, ci: str, told: type[BaseException]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ci: str, told: type[BaseException]
 ) -> None:
     monkeypatch.setattr(emulator_module, "unavailable", lambda: "this machine has no FUSE (/dev/fuse)")
     monkeypatch.setenv("CI", ci)
     with pytest.raises(told, match="the NFS emulator can't run: this machine has no FUSE"):
-        require_fuse()
+        NfsEmulator(tmp_path).__enter__()
 
 
 # -- clean-up
@@ -389,7 +388,6 @@ def mounted() -> list[str]:
 
 
 def test_nothing_is_left_of_a_mount_that_was_killed_or_frozen(tmp_path: Path) -> None:
-    require_fuse()
     with NfsEmulator(tmp_path, mounts=3) as emulator:
         ours = [str(path) for path in emulator.paths]
         assert set(ours) <= set(mounted())
@@ -403,7 +401,6 @@ def test_nothing_is_left_of_a_mount_that_was_killed_or_frozen(tmp_path: Path) ->
 
 
 def test_mounts_end_with_whoever_started_them(tmp_path: Path) -> None:
-    require_fuse()
     code = (
         "import sys, time; from pathlib import Path; from tests.rigs.nfs_emulator import NfsEmulator\n"
         "emulator = NfsEmulator(Path(sys.argv[1]), mounts=1).__enter__()\n"
@@ -419,7 +416,6 @@ def test_mounts_end_with_whoever_started_them(tmp_path: Path) -> None:
 
 
 def test_one_client_can_be_mounted_by_command(tmp_path: Path) -> None:
-    require_fuse()
     (tmp_path / "server").mkdir()
     argv = [sys.executable, "-m", "tests.rigs.nfs_emulator", str(tmp_path / "server"), str(tmp_path / "client")]
     with subprocess.Popen([*argv, "--settings", '{"attributes": 60}'], cwd=ROOT) as client:

@@ -17,10 +17,9 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.peers import addresses_of
 from hpc_elastic.rendezvous.schedule import budget
 from hpc_elastic.store.notifier import MOST_LOGGED, MOST_REJECTED, PERIOD
-from tests.rigs.network_nodes import NetworkRun, require_network
+from tests.rigs.network_nodes import NetworkRun
 from tests.rigs.network_nodes.network import NETNS_FOLDER
 from tests.rigs.network_nodes.nodes import MARK, seconds_to_stop
-from tests.rigs.nfs_emulator import require_fuse
 from tests.rigs.processes import marked
 
 NODES = 3
@@ -53,12 +52,6 @@ while time.monotonic() < end:
         time.sleep(0.002)  # the machine is the receiver's too
 print(sent)
 """
-
-
-@pytest.fixture(autouse=True)
-def _rigs() -> None:
-    require_fuse()
-    require_network()
 
 
 def agent_pid(run: NetworkRun, node: int) -> int:

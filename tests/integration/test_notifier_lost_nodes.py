@@ -14,9 +14,8 @@ import pytest
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_text
-from tests.rigs.network_nodes import NetworkRun, require_network
+from tests.rigs.network_nodes import NetworkRun
 from tests.rigs.network_nodes.nodes import seconds_to_stop
-from tests.rigs.nfs_emulator import require_fuse
 
 NODES = 8
 LATEST = 40.0
@@ -25,12 +24,6 @@ LEASE = {"heartbeat_ttl": "90"}
 """Where it is the notifier that is to tell of a death: without it, it would take longer than that."""
 HOLD = 10.0
 """Seconds: more than three times the silence (3 s) after which a node is asked, and than that and the answer take."""
-
-
-@pytest.fixture(autouse=True)
-def _rigs() -> None:
-    require_fuse()
-    require_network()
 
 
 def test_nodes_that_die_are_out_and_the_others_run_again(tmp_path: Path) -> None:

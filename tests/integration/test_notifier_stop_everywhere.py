@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.network_nodes import NetworkRun, require_network
+from tests.rigs.network_nodes import NetworkRun
 from tests.rigs.network_nodes.nodes import seconds_to_stop
-from tests.rigs.nfs_emulator import MountSettings, require_fuse
+from tests.rigs.nfs_emulator import MountSettings
 
 NODES = 8
 CACHES = {
@@ -25,8 +25,6 @@ CACHES = {
 @pytest.mark.parametrize("caches", CACHES)
 def test_a_failure_stops_the_workers_everywhere(tmp_path: Path, caches: str) -> None:
     """By the ring: the next poll would come 40 s later."""
-    require_fuse()
-    require_network()
     conf = {"poll_interval": "40", "heartbeat_ttl": "400"}
     with NetworkRun(tmp_path, nodes=NODES, mount_settings=CACHES[caches], conf=conf) as run:
         index = run.wait_round(count=NODES)
@@ -42,8 +40,6 @@ def test_a_failure_stops_the_workers_everywhere(tmp_path: Path, caches: str) -> 
 
 def test_without_the_bell_it_takes_two_polls(tmp_path: Path) -> None:
     """The coordinator's, which finds the failure, and the others', which find its record."""
-    require_fuse()
-    require_network()
     with NetworkRun(tmp_path, nodes=NODES, caches=60.0, conf={"doorbell": "off", "poll_interval": "0.7"}) as run:
         index = run.wait_round(count=NODES)
         for victim in (0, NODES - 1):

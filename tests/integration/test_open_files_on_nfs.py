@@ -22,7 +22,7 @@ from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_pieces import PieceLimit, piece_path
 from hpc_elastic.run.paths import AttemptPaths
 from tests.rigs.event_pairs import read_events
-from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.run_builder import RunBuilder, make_failure
 from tests.rigs.waiting import until
 
@@ -31,7 +31,6 @@ MINUTE = MountSettings(attributes=60, directories=60)
 
 @pytest.fixture
 def clients(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    require_fuse()
     with NfsEmulator(tmp_path, settings=MINUTE) as emulator:
         yield emulator.paths[0], emulator.paths[1]
 

@@ -10,8 +10,8 @@ import pytest
 
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from tests.integration.test_hung_mount import MountedRun, check_killed_worker, run_on
-from tests.rigs.network_nodes import NetworkRun, require_network
-from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.network_nodes import NetworkRun
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 
 HOLD = 3.0
 """Seconds: a second look at the mount comes one second after the first, and a refusal is told from one second on."""
@@ -19,7 +19,6 @@ HOLD = 3.0
 
 @pytest.fixture
 def emulator(tmp_path: Path) -> Iterator[NfsEmulator]:
-    require_fuse()
     backing = tmp_path / "server"
     for folder in (backing, backing / "runs"):
         folder.mkdir(mode=0o700)
@@ -92,8 +91,6 @@ def test_one_that_lasts_is_the_cause(emulator: NfsEmulator) -> None:
 
 
 def test_one_node_alone_leaves_and_the_others_go_on(tmp_path: Path) -> None:
-    require_fuse()
-    require_network()
     with NetworkRun(tmp_path, nodes=3) as run:
         first = run.wait_round(count=3)
         alone = next(node for node in range(3) if node != run.coordinator())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.rendezvous_threads import ThreadNode, run_until
 
 NODES = 4
@@ -56,7 +56,6 @@ CACHES = {
     [("3 s", 0), ("60 s", 2), ("60 s, times of 1 s", 0), ("3 s, an hour back", 0)],
 )
 def test_nodes_meet_and_go_on_without_one_that_stopped(tmp_path: Path, caches: str, lost: int) -> None:
-    require_fuse()
     (tmp_path / "store").mkdir(mode=0o700)
     with NfsEmulator(tmp_path, mounts=NODES, settings=CACHES[caches]) as emulator, nodes_on(emulator) as nodes:
         met = run_until(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=90)
@@ -70,7 +69,6 @@ def test_nodes_meet_and_go_on_without_one_that_stopped(tmp_path: Path, caches: s
 
 def test_a_frozen_server_costs_nobody_a_place(tmp_path: Path) -> None:
     """All have seen nothing for twice the lease's time: nobody is taken for lost, and the coordinator stays."""
-    require_fuse()
     (tmp_path / "store").mkdir(mode=0o700)
     with NfsEmulator(tmp_path, mounts=NODES) as emulator, nodes_on(emulator) as nodes:
         run_until(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=90)
@@ -92,7 +90,6 @@ def test_a_frozen_server_costs_nobody_a_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", ["symlink", "write", "mkdir"])
 def test_nodes_meet_though_replies_are_lost(tmp_path: Path, operation: str) -> None:
     """Of each client the first three of a kind: done, and told as failed."""
-    require_fuse()
     (tmp_path / "store").mkdir(mode=0o700)  # by the launcher, before any agent starts
     with NfsEmulator(tmp_path, mounts=NODES) as emulator:
         emulator.fail("EIO", operation, done=True, times=3)

@@ -12,7 +12,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
-from tests.rigs.nfs_emulator import NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import NfsEmulator
 
 pytestmark = pytest.mark.torch
 
@@ -104,7 +104,6 @@ def roots(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Path]
     if request.param == "one folder":
         yield [tmp_path / "store"]
         return
-    require_fuse()
     with NfsEmulator(tmp_path, mounts=2) as emulator:
         yield [path / "store" for path in emulator.paths]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.nfs_emulator import NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import NfsEmulator
 from tests.rigs.processes import kill_all
 from tests.rigs.waiting import until
 
@@ -153,7 +153,6 @@ def test_each_on_a_mount_of_its_own_one_is_lost_then_all_and_the_id_is_used_agai
     torchruns: Torchruns, tmp_path: Path
 ) -> None:
     """All killed: nothing was closed. The next ones with the id take the run over."""
-    require_fuse()
     facts = tmp_path / "facts"
     with NfsEmulator(torchruns.shared, mounts=2) as emulator:
         one, other = (torchruns.start("1:2", facts, shared=path) for path in emulator.paths)

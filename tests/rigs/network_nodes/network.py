@@ -50,6 +50,7 @@ class Network:
         self._ipv6_only = ipv6_only
 
     def __enter__(self) -> Network:
+        require_network()
         remove_leftovers()
         try:
             _ip("netns", "add", self._switch)

@@ -92,6 +92,7 @@ class NfsEmulator:
         """Where the clients are mounted."""
 
     def __enter__(self) -> NfsEmulator:
+        require_fuse()
         remove_leftovers()
         # Not under the test's own folder: a socket's path may have 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="nfs-emulator-"))
