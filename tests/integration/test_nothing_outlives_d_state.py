@@ -53,7 +53,10 @@ def test_worker_that_cannot_be_ended_is_told_of_and_left(tmp_path: Path, mount: 
             assert f"process {stuck} " in run.log()
             assert "of an earlier agent here does not end; it may hold devices" in run.log()
         else:
-            (event,) = [event for event in run.events("workers_stopped") if event["node"] == 1]
+            (event,) = run.until(
+                lambda: [event for event in run.events("workers_stopped") if event["node"] == 1],
+                "the event of its stop",
+            )
             assert stuck in event["left"]
             assert 5.0 <= event["seconds"] < 15.0, "half a second of grace, and the bound"
             assert _WORDS in run.log()
