@@ -273,10 +273,11 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
         return propose_close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
         return _reopen(record, "a member asked for a new round", lost={}, failed=True)
+    out = {*view.gone, *record.unfit}  # one that is unfit may not have read that yet
     waiting = {
         uid: info
         for uid, info in view.joined.items()
-        if uid not in view.dead and uid not in view.leaving and info.node not in view.gone
+        if uid not in view.dead and uid not in view.leaving and info.node not in out
     }
     takes_in, why = decide_growth(view, settings, waiting)
     said = f"{', '.join(_name(node, view) for node in sorted({info.node for info in waiting.values()}))} {why}"

@@ -875,6 +875,9 @@ def test_a_node_apart_is_in_no_further_round() -> None:
     later = replace(proposal.record, status=Status.JOINABLE, number=20)
     assert nodes_of(committed(view(later, joined=ALL, since_status=30.0))) == [0, 1, 3]
     assert decode_record(20, later.to_json(), run_id="r").unfit == (2,)
+    final = replace(later, status=Status.FINAL)
+    assert final.vacant == 1
+    assert decide(view(final, joined=[uid(2)])) is None, "it does not come for its own place"
 
 
 def test_where_too_few_are_left_without_it_the_attempt_ends_and_another_one_may_go_well() -> None:
