@@ -257,8 +257,9 @@ class SlowRankWatch(Part):
         nodes = {member.node: codec.load(self._path(member.node), NodeArrivals) for member in record.members}
         known = {node: found for node, found in nodes.items() if isinstance(found, NodeArrivals)}
         now_ns, before = self._clock.time_ns(), self._watched
-        found, compared = find_slow(known, round_index=workers.round, names=self._names)
-        late, network = find_slow_network(known, self._network, round_index=workers.round, names=self._names)
+        index, names = workers.round, self._names
+        found, compared, pace = find_slow(known, round_index=index, names=names)
+        late, network = find_slow_network(known, pace, self._network, round_index=index, names=names)
         if not {one.node for one in late.values()} & {one.node for one in found.values()}:
             found = late or found  # behind a slow link the ranks of other nodes are late, too
         after = next_watched(before, found, compared=compared, now_ns=now_ns)

@@ -203,12 +203,13 @@ SPREADS = 3.0
 
 def find_slow(
     nodes: Mapping[int, NodeArrivals], *, round_index: int, names: Sequence[str]
-) -> tuple[dict[int, SlowRank], set[int]]:
-    """Returns rank → how slow it is, by the group in which that costs most, and the ranks that could be compared. A
-    rank that waits for a slow one in a group of theirs is not slow itself, though it is late everywhere else."""
+) -> tuple[dict[int, SlowRank], set[int], GroupLateness]:
+    """Returns rank → how slow it is, by the group in which that costs most; the ranks that could be compared; and what
+    was found of the largest group. A rank that waits for a slow one in a group of theirs is not slow itself, though it
+    is late everywhere else."""
     nodes = {node: found for node, found in nodes.items() if found.round == round_index}
     if sections := {one.rank: (node, one) for node, found in nodes.items() for one in found.sections}:
-        return _find_in_sections(sections, names), set(sections)
+        return _find_in_sections(sections, names), set(sections), GroupLateness()
     groups, pipelines = _groups(nodes), _Pipelines()
     for group in groups.values():
         for rank, links in group.links.items():
@@ -231,7 +232,8 @@ def find_slow(
                     on_gpu=late.on_gpu,
                 )
     compared = {rank for name, finding in findings.items() if finding.calls for rank in groups[name].ranks}
-    return slow, compared
+    largest = max(findings, key=lambda name: len(groups[name].ranks), default="")
+    return slow, compared, findings.get(largest, GroupLateness())
 
 
 def _find_in_sections(ranks: Mapping[int, tuple[int, RankSections]], names: Sequence[str]) -> dict[int, SlowRank]:
@@ -332,15 +334,12 @@ class Network(Struct, frozen=True, kw_only=True):
 
 
 def find_slow_network(
-    nodes: Mapping[int, NodeArrivals], before: Network, *, round_index: int, names: Sequence[str]
+    nodes: Mapping[int, NodeArrivals], pace: GroupLateness, before: Network, *, round_index: int, names: Sequence[str]
 ) -> tuple[dict[int, SlowRank], Network]:
-    """Find the nodes whose packets are late while the steps are longer than they were: within a collective all ranks
-    wait for all, so when each enters shows no slow link. Each by its first rank, and `before` with this window."""
+    """Find the nodes whose packets are late while the steps, by `pace`, are longer than they were: within a collective
+    all ranks wait for all, so when each enters shows no slow link. Each by its first rank, and `before` with this
+    window."""
     nodes = {node: found for node, found in nodes.items() if found.round == round_index and found.groups}
-    groups = _groups(nodes).values()
-    if not groups:
-        return {}, before
-    pace = judge(max(groups, key=lambda group: len(group.ranks)).ranks)
     usual = median(before.steps or (pace.quickest,))
     links: dict[int, dict[int, tuple[float, float]]] = {}
     for node, found in nodes.items():
@@ -357,8 +356,7 @@ def find_slow_network(
     late = {node for node in travel if travel[node] > max(limit[node], TIMES_THE_OTHERS * median(travel.values()))}
     if len(travel) > 2 and all(quickest[node] > limit[node] for node in travel):
         late = {max(travel, key=lambda node: len(links[node]))}  # the coordinator, which has a link with each
-    share = 1 - usual / pace.step if pace.step else 0.0
-    if not late or usual * SLOWER > pace.step:
+    if not late or pace.step <= usual * SLOWER:
         steps = (*before.steps, pace.quickest)[-USUAL_WINDOWS:] if pace.step else before.steps
         kept = {node: min(took, before.travel.get(node, took)) for node, took in quickest.items()}
         return {}, Network(steps=steps, travel={**before.travel, **kept})
@@ -372,7 +370,7 @@ def find_slow_network(
             seconds=travel[node] - usual_travel[node],
             call="packets",
             calls=0,
-            share=share,
+            share=1 - usual / pace.step,
             step=pace.step,
             by_network=True,
         )

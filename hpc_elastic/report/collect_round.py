@@ -66,17 +66,17 @@ class EventCoverage(Struct):
             if number is not None and number > self._next >= 0 and line.node is not None:
                 self.missing[line.node] = self.missing.get(line.node, 0) + number - self._next
         self._next = -1 if number is None else number + 1
-        if type(event) not in _OF_COVERAGE:
-            return
-        match event:
-            case None:
-                if line.name in EVENTS:
-                    self.miss()
+        match event:  # what each node writes in each round stands first
             case of_agent.RoundFinal():
                 self._close(is_complete=True)
                 if line.node is not None:
                     self._place = event.round, line.node
                     self.heard.add(line.node)
+            case of_agent.WorkersStarted() | of_agent.WorkersStopping():
+                pass
+            case None:
+                if line.name in EVENTS:
+                    self.miss()
             case of_agent.WorkersStopped() | of_agent.WorkersSucceeded():
                 self._has_ended = self._place is not None and self._place[0] == event.round
             case of_agent.AgentEnded():
@@ -94,14 +94,6 @@ class EventCoverage(Struct):
         self._place, self._has_ended, self._is_whole = None, False, True
 
 
-_OF_COVERAGE = {
-    type(None),
-    of_agent.RoundFinal,
-    of_agent.WorkersStopped,
-    of_agent.WorkersSucceeded,
-    of_agent.AgentEnded,
-    of_agent.AgentStarted,
-}
 _FRAMES = 20
 _WORDS = 300
 

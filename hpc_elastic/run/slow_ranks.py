@@ -93,7 +93,7 @@ class SlowRank(Struct, frozen=True, kw_only=True):
         if self.step:
             costs = f": a step takes {self.step:.3f} s instead of {self.step * (1 - self.share):.3f} s"
         if self.by_network:
-            return f"rank {self.rank} on {self.host} gets packets {late}, as its whole node{costs}"
+            return f"rank {self.rank} on {self.host} gets packets {late} (its node's network is slow){costs}"
         if not self.calls:
             longer = f"{self.seconds:.1f} s a minute longer in section {self.call} than the others"
             return f"rank {self.rank} on {self.host} is {longer}{costs}"
