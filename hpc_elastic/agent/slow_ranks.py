@@ -64,8 +64,10 @@ class GroupLateness(Struct, frozen=True, kw_only=True):
     calls: int = 0
     step: float = 0.0
     """Seconds from one step to the next, median; 0: the calls do not repeat."""
+    pace: float = 0.0
+    """Seconds from one call of the most frequent kind to the next, median of `BLOCKS`; 0: there are not two."""
     quickest: float = 0.0
-    """The same in the quickest of `BLOCKS`."""
+    """The same in the quickest block."""
 
 
 def judge(group: Mapping[int, Arrivals]) -> GroupLateness:
@@ -98,8 +100,12 @@ def judge(group: Mapping[int, Arrivals]) -> GroupLateness:
     slow = _slow({rank: _by_step(values, awaited, period) for rank, values in late.items()}, group)
     spent = early[-1] - early[0]
     repeats = len(set(kinds)) <= period
-    steps = [later - one for one, later in zip(early, early[period:], strict=False)] if repeats else [0.0]
-    nobody = GroupLateness(calls=count, step=median(steps), quickest=min(_blocks(steps, median)))
+    step = median(later - one for one, later in zip(early, early[period:], strict=False)) if repeats else 0.0
+    # The period, and so the step, may differ between windows: where one call in twenty is of another kind, say.
+    frequent = max(set(kinds), key=kinds.count)
+    entered = [at for at, kind in zip(early, kinds, strict=True) if kind == frequent]
+    paces = _blocks([later - one for one, later in pairwise(entered)] or [0.0], _mean)
+    nobody = GroupLateness(calls=count, step=step, pace=sorted(paces)[len(paces) // 2], quickest=min(paces))
     if not slow or len(slow) * 2 > len(group) or spent <= 0:
         return nobody
     others = [max(values) for values in zip(*(late[rank] for rank in at if rank not in slow), strict=True)]
@@ -134,7 +140,7 @@ def _by_step(late: Sequence[float], awaited: Sequence[int], period: int) -> list
 
 
 def _slow(late: Mapping[int, Sequence[float]], group: Mapping[int, Arrivals]) -> set[int]:
-    blocks = {rank: _blocks(values, lambda part: sum(part) / len(part)) for rank, values in late.items()}
+    blocks = {rank: _blocks(values, _mean) for rank, values in late.items()}
     usual = median(sorted(means)[len(means) * 3 // 4] for means in blocks.values())
     each = median(sorted(values)[len(values) * 3 // 4] for values in late.values())
     found = set()
@@ -146,6 +152,10 @@ def _slow(late: Mapping[int, Sequence[float]], group: Mapping[int, Arrivals]) ->
         if in_blocks >= MOST_BLOCKS and in_steps >= LATE_STEPS:
             found.add(rank)
     return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _blocks(values: Sequence[float], of_each: Callable[[Sequence[float]], float]) -> list[float]:
@@ -356,8 +366,8 @@ def find_slow_network(
     late = {node for node in travel if travel[node] > max(limit[node], TIMES_THE_OTHERS * median(travel.values()))}
     if len(travel) > 2 and all(quickest[node] > limit[node] for node in travel):
         late = {max(travel, key=lambda node: len(links[node]))}  # the coordinator, which has a link with each
-    if not late or pace.step <= usual * SLOWER:
-        steps = (*before.steps, pace.quickest)[-USUAL_WINDOWS:] if pace.step else before.steps
+    if not late or pace.pace <= usual * SLOWER:
+        steps = (*before.steps, pace.quickest)[-USUAL_WINDOWS:] if pace.pace else before.steps
         kept = {node: min(took, before.travel.get(node, took)) for node, took in quickest.items()}
         return {}, Network(steps=steps, travel={**before.travel, **kept})
     slow = {}
@@ -370,8 +380,8 @@ def find_slow_network(
             seconds=travel[node] - usual_travel[node],
             call="packets",
             calls=0,
-            share=1 - usual / pace.step,
-            step=pace.step,
+            share=1 - usual / pace.pace,
+            step=pace.pace,
             by_network=True,
         )
     return slow, before

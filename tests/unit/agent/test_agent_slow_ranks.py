@@ -128,6 +128,20 @@ def in_network(window: dict[int, NodeArrivals], before: Network) -> tuple[dict[i
     return find_slow_network(window, pace, before, round_index=1, names=NAMES)
 
 
+def with_checks(window: dict[int, NodeArrivals], every: int) -> dict[int, NodeArrivals]:
+    """After each so many steps the ranks have a second call, of another kind, 1 ms after the first."""
+    kinds, calls = (*KINDS, "gloo:broadcast [[1]]"), tuple(int(place % every == 1) for place in range(STEPS))
+    found = {}
+    for at, one in window.items():
+        first, *steps = one.groups[0].entered_us
+        for place, is_check in enumerate(calls[1:-1]):
+            if is_check:
+                steps[place], steps[place + 1] = 1000, steps[place + 1] - 1000
+        group = replace(one.groups[0], calls=calls, entered_us=(first, *steps))
+        found[at] = replace(one, kinds=kinds, groups=(group,))
+    return found
+
+
 FAST = network(100, 0.2, 0.2, 0.2)
 IRREGULAR = {
     at: replace(
@@ -157,6 +171,9 @@ IRREGULAR = {
         ([network(100, 20, 20, 20, quick_ms=0.2), network(300, 0.2, 30, 0.2)], [2]),  # they were busy as they started
         ([network(100, 0.2), network(300, 30)], []),  # of two: whose is it?
         ([FAST, {}], []),
+        ([with_checks(FAST, 10), network(300, 0.2, 30, 0.2)], [2]),
+        ([FAST, with_checks(network(300, 0.2, 30, 0.2), 10)], [2]),
+        ([FAST, with_checks(network(100, 0.2, 30, 0.2), 10)], []),
         ([IRREGULAR], []),  # no step is known
         ([FAST, IRREGULAR], []),
     ],
