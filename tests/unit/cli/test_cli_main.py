@@ -56,7 +56,7 @@ _HET = "heterogeneous jobs are not supported; give one job of one component, wit
     ("argv", "before"),
     [
         (("submit", "--het", "-N 2", "x.py"), "--het: was removed: "),
-        (("submit", "--template", "job.sh", "x.py"), "--template job.sh: line 2: "),
+        (("submit", "--cluster", "slurm", "--template", "job.sh", "x.py"), "--template job.sh: line 2: "),
         (("run", "x.py"), "SLURM_HET_SIZE=2: "),
         (("agent", "x.py"), "SLURM_HET_SIZE=2: "),
     ],
