@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Union
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -47,6 +47,7 @@ def _defined_in(module: ModuleType) -> dict[str, type[RunEvent]]:
 SUPERVISOR_EVENTS = _defined_in(supervisor_events)
 EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordinator_events)}
 """The type of each event, by its name in the file. ``agent_ended``, which two write, is the agent's here."""
+_ANY_EVENT: Any = Union[tuple(EVENTS.values())]  # noqa: UP007 (made at run time)
 
 
 def read_event(value: Mapping[str, Any]) -> RunEvent | None:
@@ -69,8 +70,8 @@ def _kind_of(name: str, role: object) -> type[RunEvent] | None:
     return (SUPERVISOR_EVENTS.get(name) if role == "supervisor" else None) or EVENTS.get(name)
 
 
-class _Head(Struct, frozen=True, kw_only=True):
-    """The fields that every line has. Another program may have written another type: then the default."""
+class EventLine(Struct, kw_only=True):
+    """The fields that every line has, as its writer wrote them, and below `by` what the reader adds."""
 
     name: str = field(name="event")
     written_ns: int = field(default=0, name="t")
@@ -83,9 +84,6 @@ class _Head(Struct, frozen=True, kw_only=True):
     host: str = ""
     by: int | None = None
     """The node of the writer, where the event is about a node."""
-
-
-class EventLine(_Head, frozen=True, kw_only=True):
     event: RunEvent | None = field(default=None, name="known_event")
     """None: this version does not know it, or can't read it."""
     raw: bytes = b""
@@ -101,31 +99,26 @@ class EventLine(_Head, frozen=True, kw_only=True):
         return value
 
 
+_WRITTEN = ("name", "written_ns", "number", "role", "node", "host", "by")
+
+
 def event_line(value: Mapping[str, Any]) -> EventLine:
-    return _line(_Head(**readable_fields(_Head, value)), json.dumps(value).encode(), read_event(value))
+    return _with_event(_written(value), read_event(value), json.dumps(value).encode())
 
 
-def _line(
-    head: _Head, raw: bytes, event: RunEvent | None, *, attempt: int = 0, writer: int = -1, time_ns: int = 0
-) -> EventLine:
-    if event is not None and len(raw) > _TEXT_LIMIT:
-        texts = {name: getattr(event, name) for name in event.__struct_fields__}
-        cut = {name: text[:_TEXT_LIMIT] for name, text in texts.items() if isinstance(text, str)}
-        event = replace(event, **cut)
-    return EventLine(
-        name=head.name,
-        written_ns=head.written_ns,
-        number=head.number,
-        role=head.role,
-        node=head.node,
-        host=head.host[:_TEXT_LIMIT],
-        by=head.by,
-        event=event,
-        raw=raw,
-        attempt=attempt,
-        writer=writer,
-        time_ns=time_ns,
-    )
+def _written(value: Mapping[str, Any]) -> EventLine:
+    """Another program may have written another type of a field: then the default."""
+    return EventLine(**{name: it for name, it in readable_fields(EventLine, value).items() if name in _WRITTEN})
+
+
+def _with_event(line: EventLine, event: RunEvent | None, raw: bytes) -> EventLine:
+    if len(raw) > _TEXT_LIMIT:
+        line.host = line.host[:_TEXT_LIMIT]
+        if event is not None:
+            texts = {name: getattr(event, name) for name in event.__struct_fields__}
+            event = replace(event, **{name: it[:_TEXT_LIMIT] for name, it in texts.items() if isinstance(it, str)})
+    line.event, line.raw = event, raw
+    return line
 
 
 class EventFile:
@@ -229,32 +222,46 @@ class EventFile:
         wanted, names = self._wanted, self._names
         if wanted is not None and not wanted.search(data):
             return []  # not even decoded
-        found, has_long = [], has_long_number(data)
-        for raw in data.split(b"\n"):
-            if not raw or (wanted is not None and not wanted.search(raw)):
+        found = []
+        for line in _read([raw for raw in data.split(b"\n") if raw and (wanted is None or wanted.search(raw))]):
+            if names is not None and line.name not in names:
                 continue
-            read = _read(raw, may_be_long=has_long)
-            if read is None or (names is not None and read[0].name not in names):
-                continue
-            head, event = read
-            if head.written_ns:
-                self._latest = max(self._latest, head.written_ns - self._ahead)
-            found.append(_line(head, raw, event, attempt=self._attempt, writer=self._writer, time_ns=self._latest))
+            if line.written_ns:
+                self._latest = max(self._latest, line.written_ns - self._ahead)
+            line.attempt, line.writer, line.time_ns = self._attempt, self._writer, self._latest
+            found.append(line)
         return found
 
 
-def _read(raw: bytes, *, may_be_long: bool) -> tuple[_Head, RunEvent | None] | None:
-    if not (may_be_long and has_long_number(raw)):
+def _read(lines: list[bytes]) -> Iterator[EventLine]:
+    """All at once, in half the time; one by one where something in them is foreign or torn."""
+    text = b"\n".join(lines)
+    if b'"supervisor"' not in text and not has_long_number(text):
         try:
-            head = decoder(_Head).decode(raw)
-            kind = _kind_of(head.name, head.role)
-            return head, None if kind is None else decoder(kind).decode(raw)
+            found, events = decoder(EventLine).decode_lines(text), decoder(_ANY_EVENT).decode_lines(text)
+        except NOT_DECODED:
+            pass
+        else:
+            if len(found) == len(events) == len(lines):
+                yield from map(_with_event, found, events, lines)
+                return
+    for raw in lines:
+        if (line := _read_one(raw)) is not None:
+            yield line
+
+
+def _read_one(raw: bytes) -> EventLine | None:
+    if not has_long_number(raw):
+        try:
+            line = decoder(EventLine).decode(raw)
+            kind = _kind_of(line.name, line.role)
+            return _with_event(line, None if kind is None else decoder(kind).decode(raw), raw)
         except NOT_DECODED:
             pass
     value = _decode(raw)
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
         return None
-    return _Head(**readable_fields(_Head, value)), read_event(value)
+    return _with_event(_written(value), read_event(value), raw)
 
 
 def _decode(raw: bytes) -> Any:
