@@ -38,7 +38,7 @@ from hpc_elastic.options.table import Keys, key_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events  # noqa: E402
-from hpc_elastic.run.event_types import RunEvent, name_of  # noqa: E402
+from hpc_elastic.run.events import RunEvent, name_of  # noqa: E402
 
 
 def _life() -> ModuleType:

@@ -33,7 +33,7 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import NodesCutOff
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.supervisor_events import NodeGivenUp
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, signals_unblocked

@@ -35,9 +35,8 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
-from hpc_elastic.run.event_types import AgentEvent
-from hpc_elastic.run.preload import Preload, load_preload, preload_for
-from hpc_elastic.run.spec import EntryKind
+from hpc_elastic.run.events import AgentEvent
+from hpc_elastic.run.spec import EntryKind, Preload, load_preload, preload_for
 from hpc_elastic.workers.linux import oom_kill_count
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerProcess, describe_exitcode, pipe_bytes_for
 

@@ -39,9 +39,8 @@ from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.ranking import FailureClass, Suspect
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
-from hpc_elastic.run.activities import Activity, FlightTail
+from hpc_elastic.run.activities import Activity, FlightTail, NodeStall, OnHang, Source, StalledRank, Suspicion
 from hpc_elastic.run.agent_events import HangFound, HangSuspected
-from hpc_elastic.run.suspicions import NodeStall, OnHang, Source, StalledRank, Suspicion
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.sockets import moved_bytes, socket_inodes
 

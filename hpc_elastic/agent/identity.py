@@ -16,9 +16,8 @@ from hpc_elastic.base.file_executor import is_refusal, repeat
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status, new_uid
-from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.heartbeats import NodeHeartbeats
-from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, RunPaths, load_attempt
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers.spawn import Inherited

@@ -30,8 +30,8 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import HeldLock, find_held_locks, remove_locks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.agent_events import OwnEnd
-from hpc_elastic.run.container import Container, Runtime
 from hpc_elastic.run.option_values import Std
+from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.handlers import Inside, acts_on, send_to_handler
 from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pipe_bytes_for, start_worker

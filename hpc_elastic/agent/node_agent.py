@@ -32,7 +32,7 @@ from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
 from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.agent_events import AgentEnded, WorkersStarted, WorkersStopping, WorkersSucceeded
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError, reap_orphans
 

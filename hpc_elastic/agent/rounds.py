@@ -27,8 +27,7 @@ from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run import agent_events
 from hpc_elastic.run import coordinator_events as coordinator
 from hpc_elastic.run.agent_events import HealthCheckFailed, RankStack, RankState, SharedThreadStack
-from hpc_elastic.run.event_types import RunEvent, name_of
-from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.events import EventLog, RunEvent, name_of
 from hpc_elastic.run.option_values import shown_in_job_log
 from hpc_elastic.workers.spawn import EnvironmentChange
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.ranks import whole_segments
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.slow_ranks import NodeArrivals, RankSections, SlowRank
+from hpc_elastic.run.heartbeats import NodeArrivals, RankSections, SlowRank
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT, SETUP
 
 MIN_CALLS = 8

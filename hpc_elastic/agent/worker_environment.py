@@ -15,8 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.ranks import RankLayout
-from hpc_elastic.run.container import Container, ContainerMount, Runtime
-from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.spec import Container, ContainerMount, RunSpec, Runtime
 from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.worker_api.agent_store import STORE_VARIABLE
 from hpc_elastic.worker_api.heartbeat_record import VARIABLE as HEARTBEAT

@@ -21,7 +21,7 @@ from hpc_elastic.checkpoints.decide import choose_start, next_target, removable_
 from hpc_elastic.checkpoints.layout import COPY, DIRTY, REPLICA, TARGET, WHOLE, NodePart, NodePlace, Saving
 from hpc_elastic.checkpoints.worker import settle
 from hpc_elastic.run.agent_events import CheckpointChosen, CheckpointCommitted, CheckpointNotCommitted
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.spec import RunSpec
 
 REPORT_SECONDS = 60.0

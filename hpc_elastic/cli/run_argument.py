@@ -142,8 +142,8 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
             # A copy may have lost its run.json.
             if "run.json" in names or any(attempt_number(name) is not None for name in names):
                 return path
-        from hpc_elastic.run.attempt import is_job_id
         from hpc_elastic.run.index import UnknownRunError, find, last_run
+        from hpc_elastic.run.paths import is_job_id
 
         if text == LAST:
             found = last_run(folder := runs_folder(runs_dir))

@@ -20,9 +20,8 @@ from hpc_elastic.launch.run_status import RunState, RunStatus, job_of_run, newes
 from hpc_elastic.options.sbatch import COMMENT_MARK
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run import index
-from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import array_tasks
-from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, task_index
+from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, load_attempt, task_index
 from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId

@@ -30,7 +30,7 @@ from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import array_tasks, jobs_of
 from hpc_elastic.run.node_score import forget_in
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.preload import Preload, load_preload
+from hpc_elastic.run.spec import Preload, load_preload
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
 from hpc_elastic.slurm.notation import HostlistError, expand, names_text

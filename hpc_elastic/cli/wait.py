@@ -15,9 +15,8 @@ from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS
 from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.output.terminal import harmless
-from hpc_elastic.run.attempt import load_newest_result
 from hpc_elastic.run.index import array_tasks
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, load_newest_result
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId, scancel
 from hpc_elastic.slurm.errors import SlurmError

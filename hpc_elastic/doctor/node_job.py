@@ -27,12 +27,10 @@ from hpc_elastic.doctor.software import IMPORT_SECONDS, GpusFacts, PythonFacts
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Parsed
-from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_newest_result
-from hpc_elastic.run.container import Container
 from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import GrowPolicy
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.paths import RunPaths, UnreadableAttemptError, load_attempt, load_newest_result
+from hpc_elastic.run.spec import Container, RunSpec
 from hpc_elastic.slurm.notation import names_text
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.worker_api.preemption import preemption_notice

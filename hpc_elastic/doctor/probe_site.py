@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.run.container import Container
+from hpc_elastic.run.spec import Container
 from hpc_elastic.store.file_store import FileStore
 
 _LOOK_SECONDS = 0.01

@@ -17,7 +17,7 @@ from hpc_elastic.base.self_command import module_command, source_command, source
 from hpc_elastic.base.text import clean_line, first_of
 from hpc_elastic.doctor.findings import DoctorFinding, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.doctor.probe_site import ProbeSite
-from hpc_elastic.run.container import Container, Runtime
+from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
 from hpc_elastic.slurm.notation import names_text
 

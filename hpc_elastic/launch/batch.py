@@ -33,7 +33,7 @@ from hpc_elastic.launch.step import StepRendezvous, StepSite
 from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
-from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_result
+from hpc_elastic.run.paths import UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.store.file_store import FileStore

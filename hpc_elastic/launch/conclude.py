@@ -33,7 +33,7 @@ from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import AttemptContext, Site
 from hpc_elastic.rendezvous.round_log import RESERVE
-from hpc_elastic.run.attempt import StoredResult, load_result
+from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.node_score import (
     Evidence,
     EvidenceKind,
@@ -46,8 +46,7 @@ from hpc_elastic.run.node_score import (
     score_nodes,
 )
 from hpc_elastic.run.option_values import RequeueChoice, Scope
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.slow_ranks import OnSlowRank
+from hpc_elastic.run.paths import RunPaths, StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.run.supervisor_events import (
     AttemptEnded,

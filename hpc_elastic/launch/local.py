@@ -23,8 +23,7 @@ from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AgentEnd, Site, agent_command, attempt_facts, describe_code, node_mark
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import AttemptInfo, RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes

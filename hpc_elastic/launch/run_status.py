@@ -27,15 +27,21 @@ from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_outpu
 from hpc_elastic.options.sbatch import COMMENT_MARK, parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.attempt import WITHOUT_VERDICT, AttemptInfo, UnreadableAttemptError, load_attempt, load_result
-from hpc_elastic.run.heartbeats import ProgressSource
+from hpc_elastic.run.activities import Suspicion
+from hpc_elastic.run.heartbeats import NOW, ProgressSource, RunPace, SlowRank, SlowRanks
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_score import load_record
-from hpc_elastic.run.paths import AttemptPaths, RunPaths, task_index
-from hpc_elastic.run.preload import Preload, load_preload
-from hpc_elastic.run.slow_ranks import NOW, RunPace, SlowRank, SlowRanks
-from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
-from hpc_elastic.run.suspicions import Suspicion
+from hpc_elastic.run.paths import (
+    WITHOUT_VERDICT,
+    AttemptInfo,
+    AttemptPaths,
+    RunPaths,
+    UnreadableAttemptError,
+    load_attempt,
+    load_result,
+    task_index,
+)
+from hpc_elastic.run.spec import Preload, RunSpec, UnreadableRunError, load_preload, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, UnknownJobError

@@ -15,9 +15,8 @@ from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.tree import node_key
 

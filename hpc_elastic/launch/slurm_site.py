@@ -25,10 +25,8 @@ from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation, Site, agent_command, attempt_facts, node_mark
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.run import index
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.container import Runtime
-from hpc_elastic.run.paths import RunPaths, task_index
-from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.paths import AttemptInfo, RunPaths, task_index
+from hpc_elastic.run.spec import RunSpec, Runtime
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, step_gpu_flags
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError, is_limit

@@ -24,10 +24,8 @@ from hpc_elastic.launch.run_attempt import load_run
 from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.launch.site import agent_command, node_mark
 from hpc_elastic.launch.slurm_site import SlurmSite
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.container import Runtime
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.paths import AttemptInfo, RunPaths
+from hpc_elastic.run.spec import RunSpec, Runtime
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore

@@ -29,8 +29,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
-from hpc_elastic.run.attempt import StoredResult
-from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.paths import AttemptPaths, StoredResult
 from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.base import Store

@@ -28,9 +28,8 @@ from hpc_elastic.rendezvous.participant import Refreshed
 from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, PlatformFailure
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.events import EventLog, RunEvent
+from hpc_elastic.run.paths import AttemptInfo
 from hpc_elastic.run.supervisor_events import EndTakenOver, SignalReceived
 from hpc_elastic.store.base import StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue

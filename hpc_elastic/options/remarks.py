@@ -15,8 +15,7 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Option, Parsed
-from hpc_elastic.run.container import Runtime
-from hpc_elastic.run.spec import EntryKind, RunSpec
+from hpc_elastic.run.spec import EntryKind, RunSpec, Runtime
 
 _LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")

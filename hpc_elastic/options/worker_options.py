@@ -13,12 +13,8 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import parse_rdzv_conf
 from hpc_elastic.options.sbatch import NO_HET_JOBS
 from hpc_elastic.options.table import Group, Option, Parsed, define
-from hpc_elastic.run.container import (
-    parse_container_env,
-    parse_container_image,
-    parse_container_mounts,
-    parse_container_workdir,
-)
+from hpc_elastic.run.activities import parse_hangs
+from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.log_pieces import parse_bytes, parse_size
 from hpc_elastic.run.option_values import (
     CheckpointRoom,
@@ -42,9 +38,14 @@ from hpc_elastic.run.option_values import (
     parse_words,
     whole,
 )
-from hpc_elastic.run.slow_ranks import OnSlowRank
-from hpc_elastic.run.spec import EntryKind, Entrypoint
-from hpc_elastic.run.suspicions import parse_hangs
+from hpc_elastic.run.spec import (
+    EntryKind,
+    Entrypoint,
+    parse_container_env,
+    parse_container_image,
+    parse_container_mounts,
+    parse_container_workdir,
+)
 from hpc_elastic.worker_api.restart_group import RestartWith
 
 _LAUNCHER = re.compile(r"torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|horovodrun|python[\d.]*")

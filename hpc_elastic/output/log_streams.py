@@ -19,7 +19,7 @@ from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for,
 from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
 from hpc_elastic.run.agent_events import RoundFinal
 from hpc_elastic.run.event_reader import read_events
-from hpc_elastic.run.event_types import name_of
+from hpc_elastic.run.events import name_of
 from hpc_elastic.run.paths import AttemptPaths, rank_index, round_index
 
 

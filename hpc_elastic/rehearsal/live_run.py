@@ -21,9 +21,8 @@ from hpc_elastic.rehearsal.faults import Kind
 from hpc_elastic.rehearsal.injector import Injector, RemoteInjector, signal_all
 from hpc_elastic.rehearsal.journal import LossSource, Place, RunJournal
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles
-from hpc_elastic.run.attempt import StoredResult, load_newest_result
 from hpc_elastic.run.event_reader import EventFile, EventLine, event_files
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, StoredResult, load_newest_result
 from hpc_elastic.run.spec import RunSpec, new_run_id
 from hpc_elastic.worker_api import journal as worker_journal
 

@@ -15,7 +15,7 @@ from hpc_elastic.launch.submit_job import Submission, submission_client, submit_
 from hpc_elastic.rehearsal.injector import NotNow, RemoteInjector
 from hpc_elastic.rehearsal.live_run import LiveRun, RehearsalOptions
 from hpc_elastic.rehearsal.saves import FileNames
-from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.run.paths import UnreadableAttemptError, load_attempt
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError

@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.proposals import propose_close
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, newest_by_node
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0

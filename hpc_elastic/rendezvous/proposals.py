@@ -43,7 +43,7 @@ from hpc_elastic.run.coordinator_events import (
     SpareLost,
     StepAgreed,
 )
-from hpc_elastic.run.event_types import CoordinatorEvent
+from hpc_elastic.run.events import CoordinatorEvent
 
 
 class Proposal(Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from hpc_elastic.base.clock import drift_ns
 from hpc_elastic.failures.ranking import PRINTED_NS, Moment
 from hpc_elastic.run.agent_events import AgentStarted, ClockCompared, RoundFinal
 from hpc_elastic.run.event_reader import EventLine, read_events
-from hpc_elastic.run.event_types import RunEvent, name_of
+from hpc_elastic.run.events import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptStarted
 

@@ -27,9 +27,9 @@ from hpc_elastic.report.incidents import CommandFailure, OutputLoss, attributed,
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
-from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.event_reader import EventLine
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.paths import is_job_id
 
 _OF_ATTEMPT = (of_coordinator.RunClosed, of_coordinator.NodeMissing, of_coordinator.LinkLost)
 """Events that name a round, and are none of it."""

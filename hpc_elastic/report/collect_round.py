@@ -32,7 +32,7 @@ from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run.activities import MOST_NAMED
 from hpc_elastic.run.event_reader import EVENTS, EventLine
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.heartbeats import ProgressSource, RankHeartbeat
 
 

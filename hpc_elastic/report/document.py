@@ -26,8 +26,8 @@ from hpc_elastic.report.incidents import OutageKind, refused_hosts
 from hpc_elastic.report.root_cause import decide_start_verdict, verdict_of
 from hpc_elastic.report.timeline_attempt import place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, of_several
-from hpc_elastic.run.attempt import WITHOUT_VERDICT
 from hpc_elastic.run.node_score import NodeScore
+from hpc_elastic.run.paths import WITHOUT_VERDICT
 
 ROOT_CAUSE = "Root Cause (first observed failure)"
 """torchrun prints it so."""

@@ -10,7 +10,7 @@ from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
 from hpc_elastic.run.event_reader import EventLine
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 
 _HEAD = ("v", "t", "n", "host", "node", "role", "event")
 _LONGEST_VALUE = 203

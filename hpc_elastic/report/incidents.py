@@ -13,7 +13,7 @@ from hpc_elastic.report.clocks import SUPERVISOR
 from hpc_elastic.run.agent_events import FilesystemRefused, StreamLoss
 from hpc_elastic.run.coordinator_events import LinkLost
 from hpc_elastic.run.event_reader import EventLine
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000

@@ -11,8 +11,8 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.report.history import START_REFUSED, AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence
+from hpc_elastic.run.heartbeats import SLOW_RANK
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, is_everywhere
-from hpc_elastic.run.slow_ranks import SLOW_RANK
 
 _WORDS = 400
 

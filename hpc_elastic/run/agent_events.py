@@ -5,13 +5,14 @@ from __future__ import annotations
 from msgspec import UNSET, Struct, UnsetType, field
 
 from hpc_elastic.run.activities import Activity, RankSockets
-from hpc_elastic.run.event_types import AgentEvent, Seconds
-from hpc_elastic.run.heartbeats import Progress, RankHeartbeat
-from hpc_elastic.run.slow_ranks import RunPace, SlowRank
+from hpc_elastic.run.events import AgentEvent, Seconds
+from hpc_elastic.run.heartbeats import Progress, RankHeartbeat, RunPace, SlowRank
 
 
 class AgentStarted(AgentEvent, frozen=True, kw_only=True):
     """An agent's first event."""
+
+    at_once = True
 
     pid: int = 0
     version: str = ""
@@ -136,6 +137,8 @@ class CheckpointChosen(AgentEvent, frozen=True, kw_only=True):
 class CheckpointCommitted(AgentEvent, frozen=True, kw_only=True):
     """A checkpoint of `checkpoint_dir` is on the shared filesystem, whole."""
 
+    at_once = True
+
     step: int
     size: int = 0
     """bytes"""
@@ -156,6 +159,8 @@ class CheckpointNotCommitted(AgentEvent, frozen=True, kw_only=True):
 
 class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     """A worker ended badly, or was stopped; its evidence is written."""
+
+    at_once = True
 
     round: int
     global_rank: int = field(name="rank")
@@ -264,6 +269,8 @@ class PlatformFailure(AgentEvent, frozen=True, kw_only=True):
 
 class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
     """A worker here sent no heartbeat for its section's timeout."""
+
+    at_once = True
 
     round: int
     limit: float = 0.0

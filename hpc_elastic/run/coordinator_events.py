@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.run.event_types import CoordinatorEvent, Seconds
+from hpc_elastic.run.events import CoordinatorEvent, Seconds
 
 
 class RoundOpened(CoordinatorEvent, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from hpc_elastic.base.files import Owner, has_long_number, parse_json, read_agai
 from hpc_elastic.base.folded import names_in, open_file
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
-from hpc_elastic.run.event_types import RunEvent, name_of
+from hpc_elastic.run.events import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 
 LONGEST_EVENT = 4 << 20

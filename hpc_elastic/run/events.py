@@ -1,9 +1,16 @@
-"""The run's event log: JSON lines, one writer per file, read together afterwards.
+"""The run's event log: the base types of its events, and the writer of one file of it.
 
-A line is one object: ``v`` (schema version, 1), ``t`` (this host's wall clock, nanoseconds since the epoch), ``n``
-(position in this file, from 0), ``host``, ``node`` (node index in Slurm's order, or -1), ``role`` (``supervisor`` or
-``agent``), ``event`` (its name) and the event's own fields (`event_types`). Times of two hosts are shown, never
-subtracted.
+A file is JSON lines of one writer; all are read together afterwards. A line is one object: ``v`` (schema version, 1),
+``t`` (this host's wall clock, nanoseconds since the epoch), ``n`` (position in this file, from 0), ``host``, ``node``
+(node index in Slurm's order, or -1), ``role`` (``supervisor`` or ``agent``), ``event`` (its name) and the event's own
+fields. Times of two hosts are shown, never subtracted.
+
+Each event is a type, which writers build and readers get back. The types stand by their writers: `supervisor_events`,
+`agent_events` and `coordinator_events`. The class's name in snake case, or its `tag`, is the event's name in the file.
+A line of an earlier version may lack a field with a default; a line without one of the others is useless. Durations are
+seconds; `round` is the round's index in the attempt.
+
+docs/reference/events.md is generated: a class's docstring and the texts below its fields are its row.
 """
 
 from __future__ import annotations
@@ -12,22 +19,57 @@ import errno
 import os
 from collections import deque
 from pathlib import Path
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import json_text, make_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run.agent_events import AgentStarted, CheckpointCommitted, EventsDropped, HangFound, WorkerFailed
-from hpc_elastic.run.event_types import RunEvent
+
+Seconds = Annotated[float, Meta(ge=0, lt=1e9)]
+"""A duration; a reader takes a value outside of these bounds for another host's defect."""
+
+
+class RunEvent(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    tag_field="event",
+    tag=lambda name: "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_"),
+):
+    """An action, a decision or a finding."""
+
+    at_once: ClassVar[bool] = False
+    """Others act on it, its writer may be about to die, or it shows that an agent that was killed soon has run."""
+
+
+class SupervisorEvent(RunEvent, frozen=True, kw_only=True):
+    """Written by the supervisor."""
+
+
+class AgentEvent(RunEvent, frozen=True, kw_only=True):
+    """Written by an agent, about its own node."""
+
+
+class CoordinatorEvent(RunEvent, frozen=True, kw_only=True):
+    """Written by the agent that coordinates the rounds."""
+
+    round: int
+
+
+def name_of(event: RunEvent | type[RunEvent]) -> str:
+    """Its name in the file."""
+    return str(event.__struct_config__.tag)
+
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
 _OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a filesystem that can't sync."""
-_AT_ONCE = (AgentStarted, CheckpointCommitted, HangFound, WorkerFailed)
-"""Others act on these, their writer may be about to die, or it shows that an agent that was killed soon has run."""
 
 
 class EventLog:
@@ -87,7 +129,7 @@ class EventLog:
         self._waiting.append(raw)
         if self._files is None:
             self._flush()
-        elif isinstance(event, _AT_ONCE):
+        elif event.at_once:
             self._files.post(self._flush)
         elif not self._flush_is_due:
             self._flush_is_due = True
@@ -157,5 +199,7 @@ class EventLog:
         self._flush()  # first, so that what follows pushes out nothing
         self._files = None
         if self._dropped:
+            from hpc_elastic.run.agent_events import EventsDropped  # it stands on this module
+
             self.write(EventsDropped(count=self._dropped))
         self._closed = True

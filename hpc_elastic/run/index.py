@@ -19,8 +19,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir, read_json
 from hpc_elastic.base.text import first_of
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.attempt import is_job_id
-from hpc_elastic.run.paths import RunPaths, task_index
+from hpc_elastic.run.paths import RunPaths, is_job_id, task_index
 
 
 def account_folder(name: str, env: Mapping[str, str] | None = None) -> Path | None:

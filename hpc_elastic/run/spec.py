@@ -1,4 +1,8 @@
-"""The run that was asked for: the contents of run.json, written once by `submit` or `run`, read by everything else."""
+"""The run that was asked for: the contents of run.json, written once by `submit` or `run`, read by everything else.
+
+With it the image that workers run in (the names of the ``--container-*`` options are those of Pyxis; ``--container``
+itself is sbatch's own, for OCI bundles), and preload.json: the modules that the run's fork servers import.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,18 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
-from hpc_elastic.errors import UnreadableFileError
-from hpc_elastic.run.container import Container, ContainerImage, ContainerMount
+from hpc_elastic.errors import UnreadableFileError, UsageError
+from hpc_elastic.run.activities import HangSettings
+from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 from hpc_elastic.run.option_values import (
     DEFAULT_LIMITS,
@@ -31,9 +37,107 @@ from hpc_elastic.run.option_values import (
     StartMethod,
     StreamChoice,
 )
-from hpc_elastic.run.slow_ranks import OnSlowRank
-from hpc_elastic.run.suspicions import HangSettings
 from hpc_elastic.worker_api.restart_group import RestartWith
+
+
+class Runtime(str, Enum):
+    CHARLIECLOUD = "charliecloud"
+    APPTAINER = "apptainer"
+    SINGULARITY = "singularity"
+    PODMAN = "podman"
+    ENROOT = "enroot"
+    PYXIS = "pyxis"
+    """Part of srun: the agents are inside too."""
+
+    @property
+    def program(self) -> str:
+        return {Runtime.CHARLIECLOUD: "ch-run", Runtime.PYXIS: "srun"}.get(self, self.value)
+
+
+class ContainerImage(Struct, frozen=True, kw_only=True):
+    runtime: Runtime
+    image: str
+    """The runtime's notation: a path, a URI, or a name in its store."""
+
+    def __str__(self) -> str:
+        return f"{self.runtime.value}:{self.image}"
+
+
+class ContainerMount(Struct, frozen=True, kw_only=True):
+    source: str
+    target: str
+    read_only: bool = False
+
+
+class Container(Struct, frozen=True, kw_only=True):
+    image: ContainerImage
+    mounts: tuple[ContainerMount, ...] = ()
+    workdir: str = ""
+    """The workers' folder inside; empty: where the run was started."""
+    env: tuple[str, ...] = ()
+    """Variables that keep the host's value, whatever the image says."""
+    args: tuple[str, ...] = ()
+
+
+def parse_container_image(text: str, option: str) -> ContainerImage:
+    name, colon, image = text.partition(":")
+    names = [runtime.value for runtime in Runtime]
+    if colon and name in names:
+        if not image:
+            raise UsageError(f"{option} {text}: the image is missing; give {name}:IMAGE")
+        return ContainerImage(runtime=Runtime(name), image=image)
+    from shutil import which  # agents read run.json, and never come here
+
+    candidates = _runtimes_for(text)
+    installed = [runtime for runtime in candidates if which(runtime.program)]
+    if len(candidates) == 1 or installed:
+        return ContainerImage(runtime=(installed or candidates)[0], image=text)
+    programs = " and ".join(runtime.program for runtime in candidates)
+    raise UsageError(
+        f"{option} {text}: its runtime can't be guessed, {programs} are not in PATH; "
+        f"give RUNTIME:{text} with one of {', '.join(names)}"
+    )
+
+
+def _runtimes_for(image: str) -> tuple[Runtime, ...]:
+    if image.endswith(".sif") or image.startswith(("docker://", "library://", "oras://", "shub://")):
+        return Runtime.APPTAINER, Runtime.SINGULARITY
+    if image.endswith((".sqsh", ".squashfs", ".sqfs")):
+        return Runtime.ENROOT, Runtime.CHARLIECLOUD
+    if image.startswith(("/", ".", "~")):
+        return Runtime.CHARLIECLOUD, Runtime.APPTAINER, Runtime.SINGULARITY
+    return Runtime.PODMAN, Runtime.CHARLIECLOUD
+
+
+def parse_container_mounts(text: str, option: str) -> tuple[ContainerMount, ...]:
+    """Read ``SRC[:DST[:ro]],...``."""
+    mounts = []
+    for part in map(str.strip, text.split(",")):
+        source, *rest = part.split(":")
+        target = rest[0] if rest and rest[0] else source
+        mode = rest[1] if len(rest) > 1 else "rw"
+        if not os.path.isabs(source) or not os.path.isabs(target) or len(rest) > 2 or mode not in ("ro", "rw"):
+            raise UsageError(
+                f"{option} {text}: {part!r} is not of the form SRC[:DST[:ro]] with absolute paths, as in /data:/data:ro"
+            )
+        mounts.append(ContainerMount(source=source, target=target, read_only=mode == "ro"))
+    return tuple(mounts)
+
+
+def parse_container_workdir(text: str, option: str) -> str:
+    if not os.path.isabs(text):
+        raise UsageError(f"{option} {text}: give an absolute path inside the container")
+    return text
+
+
+def parse_container_env(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(word.strip() for word in text.split(","))
+    if bad := [name for name in names if not name.replace("_", "a").isalnum() or name[:1].isdigit()]:
+        raise UsageError(
+            f"{option} {text}: {bad[0]!r} is no name of a variable; give names, as in PATH,LD_LIBRARY_PATH"
+        )
+    return names
+
 
 AUTO = "auto"
 """Value of ``--preload``: torch, and the imports that workers are seen to make of it and of the script's libraries."""
@@ -224,3 +328,45 @@ def new_run_id(name: str, *, now: float | None = None) -> str:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in name).strip("-")[:40] or "run"
     return f"{stamp}-{readable}-{os.urandom(2).hex()}"
+
+
+class Preload(Struct, frozen=True, kw_only=True):
+    modules: tuple[str, ...]
+    """Given by the user; torch for ``auto``."""
+    learned: tuple[str, ...] = ()
+    """Imports that workers of earlier rounds were seen to make."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Module → why it can't be shared."""
+    is_auto: bool = False
+
+    def without(self, module: str, why: str) -> Preload:
+        return replace(self, left_out={**self.left_out, module: why})
+
+    def with_learned(self, modules: Sequence[str]) -> Preload:
+        return replace(self, learned=tuple(dict.fromkeys((*self.learned, *modules))))
+
+    def merged(self, other: Preload) -> Preload:
+        learned = self.with_learned(other.learned)
+        return replace(learned, left_out={**other.left_out, **self.left_out})
+
+    @property
+    def wanted(self) -> list[str]:
+        return [name for name in dict.fromkeys((*self.modules, *self.learned)) if name not in self.left_out]
+
+    def save(self, path: Path) -> None:
+        codec.save(path, self, durable=False)
+
+
+def load_preload(path: Path) -> Preload | None:
+    kept = codec.load(path, Preload)
+    return None if isinstance(kept, Unreadable) else kept
+
+
+def preload_for(modules: Sequence[str], path: Path) -> Preload:
+    """The modules of ``--preload MODULES``, with those that preload.json keeps from earlier attempts."""
+    is_auto = AUTO in modules
+    names = tuple("torch" if name == AUTO else name for name in modules)
+    kept = load_preload(path)
+    if not is_auto or kept is None:
+        return Preload(modules=names, is_auto=is_auto)
+    return replace(kept, modules=names, is_auto=True)

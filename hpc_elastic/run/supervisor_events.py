@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from hpc_elastic.run.event_types import Seconds, SupervisorEvent
+from hpc_elastic.run.events import Seconds, SupervisorEvent
 
 
 class AttemptStarted(SupervisorEvent, frozen=True, kw_only=True):

@@ -19,9 +19,8 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS, job_of_run, query_job_states, silent_for
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import jobs_of
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, StoredResult
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId

@@ -16,9 +16,8 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.signals import Meaning
-from hpc_elastic.run.attempt import StoredResult, load_newest_result
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, StoredResult, load_newest_result
 from hpc_elastic.submission.call import UnreadableObjectError, newest_round, ranks, read_head, read_object, rounds
 
 

@@ -23,7 +23,7 @@ from hpc_elastic.options.config_files import read_settings
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import Keys
 from hpc_elastic.run import index as run_index
-from hpc_elastic.run.attempt import StoredResult
+from hpc_elastic.run.paths import StoredResult
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_elastic.agent.fork_server import ServerState
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp
-from hpc_elastic.run.preload import preload_for
+from hpc_elastic.run.spec import preload_for
 from tests.rigs.local_run import LocalRun
 from tests.rigs.memory_limit import memory_limit
 from tests.rigs.start_methods import Starter, finish

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.agent.fork_server import ServerState
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.run.preload import Preload, load_preload
+from hpc_elastic.run.spec import Preload, load_preload
 from tests.integration.test_inprocess_replacement import _HEAD
 from tests.integration.test_local_run_growth import _QUICK, GatedRun
 from tests.rigs.local_run import LocalRun

@@ -26,7 +26,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
-from hpc_elastic.run.event_types import RunEvent, name_of
+from hpc_elastic.run.events import RunEvent, name_of
 from hpc_elastic.store import file_store
 from tests.model.scale_server import Client, ClientClock, ModelOs, Server
 

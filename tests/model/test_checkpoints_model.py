@@ -29,7 +29,7 @@ from hpc_elastic.checkpoints.node import DEAD_SECONDS, FLUSH_SECONDS, NodeCheckp
 from hpc_elastic.checkpoints.replicas import Replicator
 from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
 from hpc_elastic.run.agent_events import CheckpointNotCommitted
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_spec
 

@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.workers.stop import Stopped
 from tests.rigs.agent_site import make_site

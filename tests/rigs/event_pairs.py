@@ -12,8 +12,7 @@ from msgspec import defstruct
 
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.run import event_reader
-from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.events import EventLog, RunEvent
 
 
 def pair_of(event: RunEvent) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import fields
 
 from hpc_elastic.run.event_reader import EVENTS, SUPERVISOR_EVENTS
-from hpc_elastic.run.event_types import name_of
+from hpc_elastic.run.events import name_of
 
 KINDS = sorted({*EVENTS.values(), *SUPERVISOR_EVENTS.values()}, key=lambda kind: (name_of(kind), kind.__name__))
 

@@ -28,7 +28,7 @@ from hpc_elastic.rendezvous.state import (
     new_uid,
     supersedes,
 )
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.notifier import Address
 from tests.rigs.event_pairs import pair_of

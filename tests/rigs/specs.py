@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo, StoredResult
-from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, StoredResult
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 

@@ -17,8 +17,8 @@ from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.run.agent_events import ForkServerReady
-from hpc_elastic.run.event_types import AgentEvent
-from hpc_elastic.run.preload import Preload
+from hpc_elastic.run.events import AgentEvent
+from hpc_elastic.run.spec import Preload
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.spawn import ExitStatus, Inherited, WorkerProcess, start_worker
 

@@ -22,7 +22,7 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import RoundRecord, Status, new_uid
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from tests.rigs.event_pairs import log_into
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting

@@ -19,8 +19,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.report.collect import collect_attempt
 from hpc_elastic.run import index
-from hpc_elastic.run.attempt import StoredResult, UnreadableAttemptError, is_job_id, load_attempt, load_result
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, StoredResult, UnreadableAttemptError, is_job_id, load_attempt, load_result
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import parse_dependents, parse_show_job, parse_squeue
 from hpc_elastic.submission import local_process

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.options.rendezvous_settings import rdzv_values
 from hpc_elastic.rendezvous.run_folder import safe_name
-from hpc_elastic.run.attempt import load_result
+from hpc_elastic.run.paths import load_result
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.guardian import GUARDIAN_NAME

@@ -19,8 +19,7 @@ from hpc_elastic.launch import agents
 from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import AgentEnd, Site, attempt_facts
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import AttemptInfo, RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, node_key

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.worker_environment import enter_container, exit_of_script, needed_mounts, pyxis_arguments
-from hpc_elastic.run.container import Container, ContainerImage, ContainerMount, Runtime
+from hpc_elastic.run.spec import Container, ContainerImage, ContainerMount, Runtime
 
 ARGV = ("python3", "-u", "/home/u/train.py")
 CWD = "/home/u"

@@ -12,7 +12,7 @@ from hpc_elastic.agent.fork_server_process import folder_of, late_settings, scri
 from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.option_values import StartMethod, parse_modules, parse_start_method
-from hpc_elastic.run.preload import Preload, preload_for
+from hpc_elastic.run.spec import Preload, preload_for
 from tests.rigs.specs import make_spec
 
 SPEC = make_spec()

@@ -19,8 +19,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.activities import AwaitedCall, FlightTail, TailTrack
-from hpc_elastic.run.suspicions import Source, Suspicion
+from hpc_elastic.run.activities import AwaitedCall, FlightTail, Source, Suspicion, TailTrack
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_ras import FakeRas

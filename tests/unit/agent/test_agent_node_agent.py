@@ -34,10 +34,9 @@ from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
-from hpc_elastic.run.activities import Activity, Doing, RankSockets
+from hpc_elastic.run.activities import Activity, Doing, HangSettings, OnHang, RankSockets, Source
 from hpc_elastic.run.coordinator_events import RunClosed
-from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.workers.spawn import EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.stop import Survivor

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.main import main
 from hpc_elastic.launch.run_directory import job_now
-from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import entries, record
+from hpc_elastic.run.paths import load_attempt
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId

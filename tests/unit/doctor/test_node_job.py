@@ -14,8 +14,8 @@ from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, op
 from hpc_elastic.doctor.probe_site import ProbeSettings
 from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.run_request import ALL_OPTIONS
-from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import Runtime
 
 
 def plan(folder: Path, *argv: str, cluster: str = "slurm", env: dict[str, str] | None = None) -> ProbeJob:

@@ -11,8 +11,7 @@ import pytest
 
 from hpc_elastic.launch import run_directory
 from hpc_elastic.launch.run_directory import claim_attempt, slurm_job_ids
-from hpc_elastic.run.attempt import load_attempt
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, load_attempt
 from tests.rigs.specs import make_attempt
 
 

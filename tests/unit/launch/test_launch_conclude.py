@@ -17,11 +17,10 @@ from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDeci
 from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AttemptContext
-from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import RequeueChoice
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import AttemptInfo, RunPaths, StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.errors import SlurmError
 from tests.rigs.event_pairs import read_events

@@ -17,8 +17,8 @@ from hpc_elastic.launch.requeue import (
     decide_arming,
     decide_requeue,
 )
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.option_values import RequeueChoice
+from hpc_elastic.run.paths import StoredResult
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.specs import make_attempt, make_spec

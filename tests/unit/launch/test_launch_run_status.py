@@ -19,9 +19,16 @@ from hpc_elastic.launch.run_status import RunState, RunStatus, read_status, stat
 from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat
+from hpc_elastic.run.heartbeats import (
+    NodeHeartbeats,
+    Progress,
+    ProgressSource,
+    RankHeartbeat,
+    RunPace,
+    SlowRank,
+    SlowRanks,
+)
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.slow_ranks import RunPace, SlowRank, SlowRanks
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.store.file_store import FileStore

@@ -20,9 +20,8 @@ from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.slurm_site import SlurmSite
-from hpc_elastic.run.container import ContainerImage, Runtime
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint
+from hpc_elastic.run.spec import ContainerImage, EntryKind, Entrypoint, Runtime
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmPermissionError, SlurmUnavailableError

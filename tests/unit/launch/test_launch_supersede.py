@@ -29,8 +29,7 @@ from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo, load_result
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import AttemptInfo, RunPaths, load_result
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock

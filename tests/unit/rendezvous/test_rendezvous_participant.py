@@ -19,7 +19,7 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo, announcement
 from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.store.base import StoreWipedError
 from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock

@@ -11,7 +11,7 @@ from hpc_elastic.rendezvous.proposals import EVENTS, consequences, propose, prop
 from hpc_elastic.rendezvous.state import Member, RoundEvent, RoundRecord, Status
 from hpc_elastic.run import event_reader
 from hpc_elastic.run.coordinator_events import NodeLost, NoticeGiven, RoundFrozen, RunClosed
-from hpc_elastic.run.event_types import name_of
+from hpc_elastic.run.events import name_of
 
 RECORD = RoundRecord(
     number=7,

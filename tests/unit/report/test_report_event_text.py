@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.report.event_text import describe_event
 from hpc_elastic.run.event_reader import EVENTS, event_line
-from hpc_elastic.run.event_types import RunEvent, SupervisorEvent
+from hpc_elastic.run.events import RunEvent, SupervisorEvent
 from tests.rigs.event_samples import KINDS, sample
 
 

@@ -14,7 +14,7 @@ from hpc_elastic.report.history import RunHistory, StackGroup
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.run.attempt import WITHOUT_VERDICT
+from hpc_elastic.run.paths import WITHOUT_VERDICT
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 

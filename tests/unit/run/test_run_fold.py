@@ -18,12 +18,11 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.write import write_report
-from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.event_reader import EventFile, event_files
 from hpc_elastic.run.fold import LARGEST_OUTPUT, fold_run
 from hpc_elastic.run.log_pieces import piece_path
 from hpc_elastic.run.node_score import NodeRecord, load_record, save_record
-from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.paths import AttemptPaths, RunPaths, StoredResult
 from hpc_elastic.store.file_store import FileStore, FoldedStore
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.run.attempt import StoredResult
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, StoredResult
 from hpc_elastic.submission import outcome
 from hpc_elastic.submission.call import (
     Call,
