@@ -21,12 +21,10 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import show_to_end
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.wait import ASK_SLURM_EVERY, SlurmWatch
-from hpc_elastic.doctor.files import check_host
 from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
+from hpc_elastic.doctor.host import check_host, judge_pythons, look_at_python
 from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, judge_nodes, plan_job, unfinished
-from hpc_elastic.doctor.saved import SavedFindings, save_findings
-from hpc_elastic.doctor.slurm_checks import SlurmFacts, ask_slurm, check_slurm
-from hpc_elastic.doctor.software import judge_pythons, look_at_python
+from hpc_elastic.doctor.slurm_checks import SavedFindings, SlurmFacts, ask_slurm, check_slurm, save_findings
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job

@@ -23,8 +23,7 @@ import hpc_elastic
 from hpc_elastic.base import codec
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.base.text import first_of
-from hpc_elastic.doctor.findings import DoctorFinding, ok, problem, problem_unless, warn_unless, warning
-from hpc_elastic.doctor.probe_site import ProbeSite
+from hpc_elastic.doctor.findings import DoctorFinding, ProbeSite, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.slurm.notation import names_text
 

@@ -17,13 +17,10 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import Unreadable, ask_about, make_private_dir
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.doctor import files, job, network, software
-from hpc_elastic.doctor.files import FileFacts
-from hpc_elastic.doctor.findings import DoctorFinding, fold, ok, problem
-from hpc_elastic.doctor.job import JobMemoryFacts, NoticeFacts
+from hpc_elastic.doctor import host, network
+from hpc_elastic.doctor.findings import DoctorFinding, ProbeSettings, ProbeSite, fold, ok, problem
+from hpc_elastic.doctor.host import IMPORT_SECONDS, FileFacts, GpusFacts, JobMemoryFacts, NoticeFacts, PythonFacts
 from hpc_elastic.doctor.network import BandwidthFacts, NetworkFacts
-from hpc_elastic.doctor.probe_site import ProbeSettings, ProbeSite
-from hpc_elastic.doctor.software import IMPORT_SECONDS, GpusFacts, PythonFacts
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Parsed
@@ -48,13 +45,13 @@ TAKEN = frozenset(
 )
 """`Option.dest` of the options of ``submit`` that it takes."""
 PARTS: Mapping[str, tuple[Callable[[ProbeSite], Any], float]] = {
-    "memory": (job.probe_memory, 60.0),
-    "files": (files.probe_files, 240.0),
+    "memory": (host.probe_memory, 60.0),
+    "files": (host.probe_files, 240.0),
     "network": (network.probe_network, 180.0),
-    "python": (software.probe_python, IMPORT_SECONDS + 60.0),
+    "python": (host.probe_python, IMPORT_SECONDS + 60.0),
     "bandwidth": (network.probe_bandwidth, 200.0),
-    "gpus": (software.probe_gpus, GPU_SECONDS + 15.0),
-    "notice": (job.probe_notice, 800.0),  # last: the job ends with it
+    "gpus": (host.probe_gpus, GPU_SECONDS + 15.0),
+    "notice": (host.probe_notice, 800.0),  # last: the job ends with it
 }
 """Fields of `ProbedNode`: the probe, and its time limit in seconds."""
 
@@ -220,12 +217,12 @@ def judge_nodes(
 
     return [
         *_came(nodes, facts, f": {why}" if why else ""),
-        *files.judge_files(part("files")),
-        *job.judge_job(part("memory"), part("notice")),
+        *host.judge_files(part("files")),
+        *host.judge_job(part("memory"), part("notice")),
         *network.judge_network(part("network")),
         *network.judge_bandwidth(part("bandwidth")),
-        *(software.judge_pythons(part("python"), container) if facts else ()),
-        *software.judge_node_gpus(part("gpus")),
+        *(host.judge_pythons(part("python"), container) if facts else ()),
+        *host.judge_node_gpus(part("gpus")),
     ]
 
 

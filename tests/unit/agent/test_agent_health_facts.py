@@ -14,7 +14,7 @@ import pytest
 from hpc_elastic.agent import health
 from hpc_elastic.agent.health import MemoryFacts, RoomFacts, measure_memory, measure_room, measure_shared
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.doctor.job import probe_memory
+from hpc_elastic.doctor.host import probe_memory
 from tests.rigs.fake_clock import FakeClock
 
 MIB = 1 << 20

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.doctor import files
-from hpc_elastic.doctor.files import check_host, try_to_write
+from hpc_elastic.doctor import host
 from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
-from hpc_elastic.doctor.saved import SavedFindings, save_findings, saved_notes
-from hpc_elastic.doctor.slurm_checks import SlurmFacts, ask_slurm, check_slurm
+from hpc_elastic.doctor.host import check_host, try_to_write
+from hpc_elastic.doctor.slurm_checks import (
+    SavedFindings,
+    SlurmFacts,
+    ask_slurm,
+    check_slurm,
+    save_findings,
+    saved_notes,
+)
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.slurm.client import CommandResult
@@ -103,7 +109,7 @@ def test_each_recorded_slurm_is_read(version: str) -> None:
 def test_a_host_is_judged_for_one_node_and_for_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "not yet" / "runs"
     assert {one.level for one in check_host(runs, nodes=1)} == {OK}, "one node needs nothing shared"
-    monkeypatch.setattr(files, "why_not_shared", lambda path: f"{path.parts[1]} is local to each node")
+    monkeypatch.setattr(host, "why_not_shared", lambda path: f"{path.parts[1]} is local to each node")
     found = list(check_host(runs, nodes=4))
     assert [(each.check, each.level) for each in found] == [
         ("files.space", OK), ("files.runs", PROBLEM), ("software.install", PROBLEM)
