@@ -34,7 +34,7 @@ from hpc_elastic.options.run_request import SlurmJob, cluster_here, spec_fields
 from hpc_elastic.options.table import Group, define, explaining
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.slurm.client import SubprocessRunner
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import SlurmError
 
 HELP = Help(
     usage="hpc-elastic doctor [--nodes N] [options]",

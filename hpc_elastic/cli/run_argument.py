@@ -158,7 +158,7 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
             if not (ask_slurm and is_job_id(text)):
                 raise
             from hpc_elastic.cli.run_job import run_of_job, slurm_client
-            from hpc_elastic.slurm.errors import SlurmMissingError
+            from hpc_elastic.slurm.commands import SlurmMissingError
 
             try:
                 return run_of_job(text, slurm_client())
@@ -184,7 +184,7 @@ def runs_folder(given: str | None) -> Path | None:
 
 def _cluster_here() -> str:
     from hpc_elastic.cli.run_job import slurm_client
-    from hpc_elastic.slurm.errors import SlurmError
+    from hpc_elastic.slurm.commands import SlurmError
 
     try:
         return slurm_client().config().cluster

@@ -24,8 +24,8 @@ from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, load_attempt, task_index
 from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import (
+from hpc_elastic.slurm.commands import (
+    JobId,
     RequeueDisabledError,
     SlurmError,
     SlurmMissingError,

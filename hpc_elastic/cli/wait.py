@@ -18,8 +18,7 @@ from hpc_elastic.output.terminal import harmless
 from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import RunPaths, load_newest_result
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId, scancel
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import JobId, SlurmError, scancel
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.slurm.notation import names_text
 

@@ -34,10 +34,9 @@ from hpc_elastic.doctor.findings import (
     warning,
 )
 from hpc_elastic.launch.run_directory import why_not_shared
-from hpc_elastic.run.container import Container, Runtime
+from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
 from hpc_elastic.slurm.notation import names_text
 from hpc_elastic.worker_api.preemption import preemption_notice

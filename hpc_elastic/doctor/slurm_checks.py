@@ -25,8 +25,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.options import config_files
 from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.run.index import account_folder, make_account_folder
-from hpc_elastic.slurm.client import CommandRunner
-from hpc_elastic.slurm.cluster_facts import config_fields, parse_show_config
+from hpc_elastic.slurm.client import CommandRunner, config_fields, parse_show_config
 
 _TESTED = ((20, 11), (26, 5))
 """The oldest and the newest version that this project's tests run with."""

@@ -35,7 +35,7 @@ from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
 from hpc_elastic.run.paths import UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.supervisor_events import EndTakenOver
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import SlurmError
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers.linux import SignalQueue, not_ignored
 

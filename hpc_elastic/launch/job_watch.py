@@ -15,7 +15,7 @@ from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.supervisor_events import NodesCompared
-from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
+from hpc_elastic.slurm.commands import SlurmError, SlurmUnavailableError
 from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)

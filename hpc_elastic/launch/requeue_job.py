@@ -19,8 +19,8 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import (
+from hpc_elastic.slurm.commands import (
+    JobId,
     JobNotPendingError,
     RequeueDisabledError,
     SlurmError,

@@ -43,8 +43,7 @@ from hpc_elastic.run.paths import (
 )
 from hpc_elastic.run.spec import Preload, RunSpec, UnreadableRunError, load_preload, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, UnknownJobError
+from hpc_elastic.slurm.commands import JobId, SlurmError, SlurmMissingError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.slurm.notation import local_time
 from hpc_elastic.store.file_store import FileStore, FoldedStore

@@ -1,7 +1,9 @@
-"""Agents as tasks of an srun step, one per node of the allocation.
+"""Agents as tasks of an srun step, one per node of the allocation; and the messages of srun and slurmstepd about them.
 
 srun's end and exit code are no verdict, and it may never return (slurm 20.11 to 26.05). What is used of it: its
-messages, as early news of an agent that ended; and its own end, as "no agent of this step runs any more".
+messages, as early news (which task ended how, which node is gone, which made a launch fail); and its own end, as "no
+agent of this step runs any more". The messages are those of 20.11, 22.05, 24.11 and 26.05 (which prints slurmstepd's as
+``[time] error: …``).
 """
 
 from __future__ import annotations
@@ -15,17 +17,86 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.launch.site import AgentEnd, describe_code
-from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents
-from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, complaint_of, is_passing, parse_srun_line
+from hpc_elastic.slurm.commands import SlurmError, classify, scrubbed_environment, srun_agents
+from hpc_elastic.slurm.notation import HostlistError, expand
 from hpc_elastic.workers.linux import signals_unblocked
 
 logger = logging.getLogger(__name__)
+
+
+class SrunEventKind(Enum):
+    TASK_EXITED = "task exited"
+    TASK_KILLED = "task killed"
+    """`detail` is the signal's name as strsignal gives it: ``Killed``, ``Segmentation fault (core dumped)``."""
+    NODE_FAILED = "node failed"
+    """Slurm gave the node up. The job goes on without it under --no-kill."""
+    LAUNCH_FAILED = "launch failed"
+    """The step could not be started on `nodes`: launch again without them."""
+    STEP_REFUSED = "step refused"
+    CANCELLED = "cancelled"
+
+
+class SrunEvent(Struct, frozen=True, kw_only=True):
+    kind: SrunEventKind
+    nodes: tuple[str, ...] = ()
+    exit_code: int | None = None
+    detail: str = ""
+
+
+_TASKS = r"srun: error: (?P<nodes>\S+): tasks? [0-9,-]+: "
+_STEPD = r"(?:slurmstepd(?:-\S+?)?: (?:error: )?|\[\d{4}-\d\d-\d\dT[0-9:.]+\] (?:\[[^\]]*\] )?(?:error: )?)"
+_RULES = tuple(
+    (kind, re.compile(pattern + r"\Z"))
+    for kind, pattern in (
+        (SrunEventKind.TASK_EXITED, _TASKS + r"(?P<detail>Exited with exit code (?P<code>\d+).*)"),
+        (SrunEventKind.TASK_KILLED, _TASKS + r"(?P<detail>.*)"),
+        (SrunEventKind.NODE_FAILED, r"srun: error: Node failure on (?P<nodes>\S+)"),
+        (SrunEventKind.LAUNCH_FAILED, r"srun: error: Task launch for .*?failed on node (?P<nodes>\S+): (?P<detail>.*)"),
+        (
+            SrunEventKind.STEP_REFUSED,
+            r"srun: error: (?:Unable to create (?:job )?step|Unable to confirm allocation |Unable to allocate resources"
+            r"|(?:Slurm j|J)ob \d+ .*has expired).*",
+        ),
+        (SrunEventKind.CANCELLED, _STEPD + r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED AT .*"),
+    )
+)
+_SRUN_COMPLAINT = re.compile(
+    r"srun: (?:(?:error|fatal): .+|(?:unrecognized|invalid|unknown|ambiguous) option.*|option .*requires.*)\Z"
+)
+_PASSING = re.compile(
+    r"nodes? .*(?:busy|down|drain|available|respond|fail)|time[ds]? ?out|credential|expired|completing|cancel|aborted"
+    r"|prolog|terminat|killed|temporarily",
+    re.IGNORECASE,
+)
+
+
+def is_passing(complaint: str) -> bool:
+    return classify(complaint) is not SlurmError or bool(_PASSING.search(complaint))
+
+
+def parse_srun_line(line: str) -> SrunEvent | None:
+    """The event in a line of srun's standard error; None: anything else, such as a worker's own output."""
+    text = line.rstrip("\r\n")
+    for kind, pattern in _RULES:
+        if match := pattern.match(text):
+            found = match.groupdict()
+            try:
+                nodes = expand(found.get("nodes") or "")
+            except HostlistError:
+                nodes = ()
+            code = found.get("code")
+            return SrunEvent(
+                kind=kind, nodes=nodes, exit_code=int(code) if code else None, detail=found.get("detail") or ""
+            )
+    return None
+
 
 _LAUNCH_TRIES = 3
 _EARLY_SECONDS = 30.0
@@ -82,7 +153,8 @@ class _Step:
     def keep_message(self, line: str, event: SrunEvent | None) -> None:
         is_end = event is not None and event.kind is SrunEventKind.CANCELLED
         if event is None or event.kind is SrunEventKind.STEP_REFUSED:
-            self.complaint = complaint_of(line) or self.complaint
+            text = line.rstrip("\r\n")
+            self.complaint = text if _SRUN_COMPLAINT.match(text) else self.complaint
         if line.strip() and not line.startswith("srun: ") and not is_end:
             self._said.append(line.strip()[:_LONGEST_MESSAGE])
 

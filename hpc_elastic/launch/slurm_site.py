@@ -28,8 +28,14 @@ from hpc_elastic.run import index
 from hpc_elastic.run.paths import AttemptInfo, RunPaths, task_index
 from hpc_elastic.run.spec import RunSpec, Runtime
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
-from hpc_elastic.slurm.commands import JobId, step_gpu_flags
-from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError, is_limit
+from hpc_elastic.slurm.commands import (
+    JobId,
+    SlurmError,
+    SlurmMissingError,
+    SlurmUnavailableError,
+    is_limit,
+    step_gpu_flags,
+)
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from hpc_elastic.slurm.job_state import JobPhase, JobState, is_hold, seconds_until_end
 from hpc_elastic.slurm.notation import compress

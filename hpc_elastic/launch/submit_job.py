@@ -28,10 +28,15 @@ from hpc_elastic.options.sbatch import COMMENT_MARK, SbatchOptions, ScriptLines,
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.batch_script import render_script
-from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
-from hpc_elastic.slurm.cluster_facts import PartitionNodes
-from hpc_elastic.slurm.commands import JobId, sbatch
-from hpc_elastic.slurm.errors import MaybeSubmittedError, SlurmError, SlurmMissingError, SubmissionRefusedError
+from hpc_elastic.slurm.client import PartitionNodes, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.commands import (
+    JobId,
+    MaybeSubmittedError,
+    SlurmError,
+    SlurmMissingError,
+    SubmissionRefusedError,
+    sbatch,
+)
 from hpc_elastic.slurm.notation import HostlistError, expand
 
 Log = Callable[[str], None]

@@ -17,8 +17,7 @@ from hpc_elastic.rehearsal.live_run import LiveRun, RehearsalOptions
 from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.run.paths import UnreadableAttemptError, load_attempt
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_state import JobPhase
 
 _ASK_SECONDS = 2.0

@@ -23,8 +23,7 @@ from hpc_elastic.run.index import jobs_of
 from hpc_elastic.run.paths import RunPaths, StoredResult
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.submission import local_process, outcome
 from hpc_elastic.submission.call import UnreadableObjectError, read_call, read_terms

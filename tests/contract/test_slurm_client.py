@@ -12,8 +12,8 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import (
+from hpc_elastic.slurm.commands import (
+    JobId,
     JobNotPendingError,
     RequeueDisabledError,
     SlurmError,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.doctor.software import PythonFacts, look_at_python
+from hpc_elastic.doctor.host import PythonFacts, look_at_python
 from hpc_elastic.run.spec import Container, ContainerImage, ContainerMount, Runtime
 from tests.rigs.container_image import interpreters_folders, make_image, require_charliecloud
 from tests.rigs.fake_nvml import build_nvml

@@ -21,8 +21,7 @@ from hpc_elastic.launch.run_status import RunState
 from hpc_elastic.run import index
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import RequeueDisabledError, SlurmError, SlurmPermissionError, UnknownJobError
+from hpc_elastic.slurm.commands import JobId, RequeueDisabledError, SlurmError, SlurmPermissionError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.workers.tree import Delivery, look_at
 from tests.unit.cli.test_cli_status import status

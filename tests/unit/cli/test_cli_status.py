@@ -19,7 +19,7 @@ from hpc_elastic.cli.status import seconds_left, status_line, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm
 from hpc_elastic.run.index import jobs_of, record
 from hpc_elastic.run.spec import Preload
-from hpc_elastic.slurm.errors import SlurmUnavailableError
+from hpc_elastic.slurm.commands import SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
 from tests.unit.launch.test_launch_run_status import RUN_ID, Run

@@ -18,8 +18,7 @@ from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmUnavailableError
+from hpc_elastic.slurm.commands import JobId, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_attempt, make_spec, store_result

@@ -22,7 +22,7 @@ from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import AttemptInfo, RunPaths, StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import SlurmError
 from tests.rigs.event_pairs import read_events
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure

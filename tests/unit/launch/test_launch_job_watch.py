@@ -18,8 +18,7 @@ from hpc_elastic.launch.job_watch import (
 )
 from hpc_elastic.run.supervisor_events import NodesCompared
 from hpc_elastic.slurm.client import CommandResult, SlurmClient
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
+from hpc_elastic.slurm.commands import JobId, SlurmError, SlurmUnavailableError
 from tests.rigs.event_pairs import log_into_dicts
 from tests.rigs.fake_clock import FakeClock
 

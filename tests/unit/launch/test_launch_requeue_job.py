@@ -19,8 +19,8 @@ from hpc_elastic.launch.requeue_job import (
     NextAttempt,
     follow_on_arguments,
 )
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import (
+from hpc_elastic.slurm.commands import (
+    JobId,
     JobNotPendingError,
     RequeueDisabledError,
     SlurmError,

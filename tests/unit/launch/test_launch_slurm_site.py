@@ -22,9 +22,8 @@ from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.slurm_site import SlurmSite
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import ContainerImage, EntryKind, Entrypoint, Runtime
-from hpc_elastic.slurm.cluster_facts import PartitionNodes
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmPermissionError, SlurmUnavailableError
+from hpc_elastic.slurm.client import PartitionNodes
+from hpc_elastic.slurm.commands import JobId, SlurmError, SlurmMissingError, SlurmPermissionError, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_spec

@@ -20,7 +20,7 @@ from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandResult, SlurmClient
-from hpc_elastic.slurm.errors import MaybeSubmittedError
+from hpc_elastic.slurm.commands import MaybeSubmittedError
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
 

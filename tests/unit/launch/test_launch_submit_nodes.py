@@ -11,8 +11,8 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import check_node_count, eligible_partitions, users_excluded
 from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.options.sbatch import SbatchOptions
-from hpc_elastic.slurm.cluster_facts import PartitionNodes
-from hpc_elastic.slurm.errors import SlurmUnavailableError
+from hpc_elastic.slurm.client import PartitionNodes
+from hpc_elastic.slurm.commands import SlurmUnavailableError
 from tests.rigs.specs import make_spec
 
 NAMES = frozenset({"n1", "n2", "n3", "n4", "n5", "n6"})

@@ -21,7 +21,7 @@ from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import NOT_SETTINGS, Resolved, arguments, configured_runs_dir, resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, check_values, default_of
 from hpc_elastic.options.table import Keys, explaining, key_of, variable_of
-from hpc_elastic.submission.parameters import unknown
+from hpc_elastic.submission.executor import unknown
 
 
 class Place:

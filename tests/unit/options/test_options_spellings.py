@@ -8,7 +8,7 @@ from hpc_elastic.cli.config import HELP, read_command_line
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import MEANT, Keys, nearest
-from hpc_elastic.submission.parameters import unknown
+from hpc_elastic.submission.executor import unknown
 
 ENV = {"HPC_ELASTIC_SITE_CONFIG": "", "HPC_ELASTIC_USER_CONFIG": "", "HPC_ELASTIC_PROJECT_CONFIG": ""}
 NAMES = {name[2:] for option in ALL_OPTIONS for name in option.names if name.startswith("--")}

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hpc_elastic.slurm.client import CommandResult, SlurmClient
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError
+from hpc_elastic.slurm.commands import JobId, SlurmError, SlurmMissingError, SlurmUnavailableError
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm

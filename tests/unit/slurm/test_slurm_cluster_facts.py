@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpc_elastic.slurm.cluster_facts import SlurmConfig, parse_show_config, parse_sinfo_nodes
+from hpc_elastic.slurm.client import SlurmConfig, parse_show_config, parse_sinfo_nodes
 from tests.rigs.captures import VERSIONS, captured
 
 

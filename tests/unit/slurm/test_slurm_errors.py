@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.slurm.errors import (
+from hpc_elastic.slurm.commands import (
     JobNotPendingError,
     RequeueDisabledError,
     SlurmError,

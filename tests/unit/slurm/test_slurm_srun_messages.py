@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, parse_srun_line
+from hpc_elastic.launch.slurm_launcher import SrunEvent, SrunEventKind, parse_srun_line
 from tests.rigs.captures import DATA, VERSIONS, captured
 
 Kind = SrunEventKind

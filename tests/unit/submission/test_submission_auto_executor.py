@@ -85,7 +85,7 @@ def test_every_slurm_parameter_of_submitit_is_taken() -> None:
 
 
 def _all_names() -> set[str]:
-    from hpc_elastic.submission.parameters import NAMES
+    from hpc_elastic.submission.executor import NAMES
 
     return set(NAMES)
 

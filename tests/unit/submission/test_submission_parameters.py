@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.table import Parsed
-from hpc_elastic.submission.parameters import UnknownParameterError, normalized, parsed_options, unknown
+from hpc_elastic.submission.executor import UnknownParameterError, normalized, parsed_options, unknown
 
 ENV = {"PATH": "/bin", "HPC_ELASTIC_SITE_CONFIG": "", "HPC_ELASTIC_USER_CONFIG": "", "HPC_ELASTIC_PROJECT_CONFIG": ""}
 

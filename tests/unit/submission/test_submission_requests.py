@@ -17,7 +17,7 @@ from hpc_elastic.launch.submit_job import Submission
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.errors import SubmissionRefusedError, UnknownJobError
+from hpc_elastic.slurm.commands import SubmissionRefusedError, UnknownJobError
 from hpc_elastic.submission import ElasticExecutor
 from hpc_elastic.submission import executor as module
 from hpc_elastic.submission import job as job_module
