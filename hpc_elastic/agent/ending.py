@@ -17,14 +17,6 @@ from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.rounds import log_coordination
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.base.outcome import (
-    REFUSED_CODE,
-    STORE_LOST_CODE,
-    UNCONFIRMED_CODE,
-    UNHEALTHY_CODE,
-    ExitCode,
-    Outcome,
-)
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import HpcElasticError, describe_error
 from hpc_elastic.rendezvous.coordination import Coordination
@@ -34,6 +26,7 @@ from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNCONFIRMED_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.run.supervisor_events import NodeGivenUp
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, signals_unblocked

@@ -31,8 +31,7 @@ from hpc_elastic.agent.fork_server_process import (
 from hpc_elastic.agent.part import END_SECONDS, ProcessPart
 from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.loop import wait_readable
+from hpc_elastic.base.loop import FileExecutor, wait_readable
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
 from hpc_elastic.run.events import AgentEvent

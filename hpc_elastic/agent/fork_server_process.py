@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.self_command import idle_arguments
 from hpc_elastic.workers import fork_server as program
 from hpc_elastic.workers import import_watch, linux

@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import describe_no_descriptor, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import available_memory, kernel_fields, kernel_text
+from hpc_elastic.base.loop import describe_no_descriptor, is_refusal
 from hpc_elastic.base.text import size_text
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.option_values import Check

@@ -12,7 +12,7 @@ from msgspec import Struct
 from hpc_elastic.agent.rendezvous_session import claim_start_number
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import is_refusal, repeat
+from hpc_elastic.base.loop import is_refusal, repeat
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status, new_uid

@@ -30,9 +30,8 @@ from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, WorkerSettings, worker_environment
 from hpc_elastic.agent.worker_group import RunResult, WorkerGroup, WorkerSpec
 from hpc_elastic.base.clock import Clock, RunClock, pause
-from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.base.loop import seconds_until, wait_readable
+from hpc_elastic.base.loop import FileExecutor, seconds_until, wait_readable
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.output.job_log import JobLog

@@ -21,9 +21,8 @@ from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.worker_environment import enter_container, exit_of_script
 from hpc_elastic.agent.worker_evidence import SocketWatch, StopRecord, WorkerEvidence
 from hpc_elastic.base.clock import uptime_ns
-from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.files import check_private_dir, make_private_dir
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.base.loop import is_refusal
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.classify import signal_of
 from hpc_elastic.failures.ranking import FailureClass
@@ -31,6 +30,7 @@ from hpc_elastic.failures.stacks import HeldLock, find_held_locks, remove_locks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.option_values import Std
+from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.handlers import Inside, acts_on, send_to_handler

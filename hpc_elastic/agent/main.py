@@ -22,8 +22,7 @@ from hpc_elastic.agent.part import AgentSite, make_parts
 from hpc_elastic.agent.rendezvous_session import local_world_size, prepare_session, rendezvous_settings
 from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.base.clock import Clock, RunClock
-from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.outcome import REFUSED_CODE
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError, describe_error, where_raised
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
@@ -33,6 +32,7 @@ from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord
 from hpc_elastic.run.agent_events import AgentFailed, AgentStarted, StartRefused
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import Std
+from hpc_elastic.run.paths import REFUSED_CODE
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.worker_api.heartbeat_record import QUESTIONS

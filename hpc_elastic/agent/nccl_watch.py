@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json

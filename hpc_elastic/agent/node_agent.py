@@ -23,9 +23,7 @@ from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.part import AgentSite, Condemned, HealthVerdict, Part, fork_workers, watched
 from hpc_elastic.agent.rounds import LOAD_SECONDS, ClockOffsetLog, RoundWorkers
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
-from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.loop import seconds_until, wait_readable
-from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.loop import FileExecutor, seconds_until, wait_readable
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.output.pump import log_losses
@@ -33,6 +31,7 @@ from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
 from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.agent_events import AgentEnded, WorkersStarted, WorkersStopping, WorkersSucceeded
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError, reap_orphans
 

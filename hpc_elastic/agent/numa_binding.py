@@ -16,8 +16,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import kernel_fields, kernel_text
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.option_values import NumaBinding

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.node_agent import NodeAgent
     from hpc_elastic.agent.store_server import StoreServer
     from hpc_elastic.base.clock import Clock
-    from hpc_elastic.base.file_executor import FileExecutor
+    from hpc_elastic.base.loop import FileExecutor
     from hpc_elastic.output.pump import LogPump
     from hpc_elastic.rendezvous.coordination import Coordination
     from hpc_elastic.rendezvous.peers import NodeInfo

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
+from hpc_elastic.base.loop import repeat
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session

@@ -17,9 +17,8 @@ from hpc_elastic.agent.part import GroupSite, HealthVerdict
 from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.agent.store_server import StoreBindError, torch_available
 from hpc_elastic.base.clock import Clock, Offset, uptime_ns
-from hpc_elastic.base.file_executor import FilesystemHangsError
 from hpc_elastic.base.host_facts import choose_master_address
-from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.loop import FilesystemHangsError
 from hpc_elastic.base.text import plural
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import rank_layout
@@ -29,6 +28,7 @@ from hpc_elastic.run import coordinator_events as coordinator
 from hpc_elastic.run.agent_events import HealthCheckFailed, RankStack, RankState, SharedThreadStack
 from hpc_elastic.run.events import EventLog, RunEvent, name_of
 from hpc_elastic.run.option_values import shown_in_job_log
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.workers.spawn import EnvironmentChange
 
 if TYPE_CHECKING:

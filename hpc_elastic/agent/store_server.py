@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.agent.part import MESSAGE_LIMIT, Condemned, ProcessPart
 from hpc_elastic.agent.supervision import Phase
-from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.workers.spawn import EnvironmentChange, find_program

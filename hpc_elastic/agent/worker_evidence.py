@@ -20,7 +20,7 @@ from hpc_elastic.agent.flight_recorder import FlightRecorders
 from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, WorkerSlot
 from hpc_elastic.agent.part import GroupSite
 from hpc_elastic.base.clock import Clock, uptime_ns
-from hpc_elastic.base.file_executor import FilesystemHangsError
+from hpc_elastic.base.loop import FilesystemHangsError
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, find_logged, write_evidence
 from hpc_elastic.failures.excerpt import make_excerpt

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.run import create_run_in_job, nodes_of
 from hpc_elastic.cli.screen import print_note
@@ -25,6 +24,7 @@ from hpc_elastic.options.job_options import ignored_in_allocation, notice_second
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.sbatch import refuse_het_job
 from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 
 HELP = Help(

@@ -11,12 +11,11 @@ from typing import Protocol
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, pause
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
-from hpc_elastic.run.paths import AttemptPaths, RunPaths, load_result
+from hpc_elastic.run.paths import AttemptPaths, ExitCode, RunPaths, load_result
 from hpc_elastic.slurm.client import SlurmClient
 
 SILENT_SECONDS = 300.0

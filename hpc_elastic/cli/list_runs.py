@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import RUNS_DIR, runs_folder
@@ -23,7 +22,7 @@ from hpc_elastic.cli.status import LINE_HEAD, status_json, status_line
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR, account_runs, array_tasks
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import Outcome, RunPaths
 
 if TYPE_CHECKING:
     from hpc_elastic.cli.goodput import MeasuredRuns

@@ -12,7 +12,7 @@ import click
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.folded import size_of
+from hpc_elastic.base.files import size_of
 from hpc_elastic.base.text import ranges, ranks_text, time_text
 from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import (

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import sole_owner, write_private
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.run_argument import (
     LAST_HELP,
     NUMBER,
@@ -44,7 +43,7 @@ from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, with_end
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import ExitCode, RunPaths
 
 _CLEAR = "\x1b[H\x1b[2J"
 _FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.base.text import plural
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
@@ -29,6 +28,7 @@ from hpc_elastic.options.sbatch import parse_nodes, refuse_het_job
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.run import index
+from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 from hpc_elastic.slurm.notation import HostlistError, expand

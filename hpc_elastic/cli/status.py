@@ -16,7 +16,6 @@ import click
 from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock, pause
-from hpc_elastic.base.outcome import outcome_text
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import LAST_HELP, RUN_PARAMETERS
@@ -29,7 +28,7 @@ from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import array_tasks, jobs_of
 from hpc_elastic.run.node_score import forget_in
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import RunPaths, outcome_text
 from hpc_elastic.run.spec import Preload, load_preload
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end

@@ -8,7 +8,6 @@ from collections import Counter
 from contextlib import suppress
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.follow import RunEnd, show_to_end
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.launch.run_directory import job_now
@@ -16,7 +15,7 @@ from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS
 from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.output.terminal import harmless
 from hpc_elastic.run.index import array_tasks
-from hpc_elastic.run.paths import RunPaths, load_newest_result
+from hpc_elastic.run.paths import ExitCode, RunPaths, load_newest_result
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId, SlurmError, scancel
 from hpc_elastic.slurm.job_state import JobPhase, JobState

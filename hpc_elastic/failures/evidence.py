@@ -98,7 +98,7 @@ def find_logged(stderr_log: Path | str) -> str:
 
 def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailure | None:
     """Read error.json back; None where it holds no failure. `facts`: where no agent completed it (it died first)."""
-    from hpc_elastic.base.folded import open_file  # no agent needs it
+    from hpc_elastic.base.files import open_file  # no agent needs it
 
     file = read_error_file(error_file, opener=open_file)
     if "failure_class" not in file.own:

@@ -17,8 +17,8 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.file_executor import read_each
 from hpc_elastic.base.host_facts import kernel_fields, kernel_text
+from hpc_elastic.base.loop import read_each
 from hpc_elastic.base.text import clean_text
 from hpc_elastic.failures.failure_text import Frame
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from msgspec import Struct
 
+from hpc_elastic.base.clock import Staleness
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.base.files import Owner, open_checked
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, ReplacementProcess

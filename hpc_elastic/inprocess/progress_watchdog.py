@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from hpc_elastic.base.staleness import Staleness
+from hpc_elastic.base.clock import Staleness
 
 _FIELDS = struct.Struct("=qq?q?")
 

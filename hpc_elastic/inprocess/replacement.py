@@ -17,8 +17,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.base.clock import Staleness
 from hpc_elastic.base.codec import dumps, loads
-from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.inprocess.state import InternalError, State
 from hpc_elastic.inprocess.store import LONGEST_PAUSE, pause_after, read_value
 from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartGroupEvent, RestartGroupReport

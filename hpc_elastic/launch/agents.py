@@ -18,13 +18,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp
 from hpc_elastic.base.text import plural
 from hpc_elastic.launch.site import AgentEnd, Launcher, describe_code
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import is_everywhere
+from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp
 from hpc_elastic.run.supervisor_events import AgentProcessEnded, AgentRelaunched, AgentsLaunched, NodeGivenUp
 
 logger = logging.getLogger(__name__)

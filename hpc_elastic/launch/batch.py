@@ -20,8 +20,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, RunClock
-from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.outcome import UNCONFIRMED_CODE, ExitCode
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
@@ -33,7 +32,7 @@ from hpc_elastic.launch.step import StepRendezvous, StepSite
 from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
-from hpc_elastic.run.paths import UnreadableAttemptError, load_attempt, load_result
+from hpc_elastic.run.paths import UNCONFIRMED_CODE, ExitCode, UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.slurm.commands import SlurmError
 from hpc_elastic.store.file_store import FileStore

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.file_executor import FULL, FileExecutor, FilesystemHangsError, is_refusal
-from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
+from hpc_elastic.base.loop import FULL, FileExecutor, FilesystemHangsError, is_refusal
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import (
     A_BUG,
@@ -46,7 +45,7 @@ from hpc_elastic.run.node_score import (
     score_nodes,
 )
 from hpc_elastic.run.option_values import RequeueChoice, Scope
-from hpc_elastic.run.paths import RunPaths, StoredResult, load_result
+from hpc_elastic.run.paths import ExitCode, Outcome, RunPaths, StoredResult, load_result, outcome_text
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.run.supervisor_events import (
     AttemptEnded,

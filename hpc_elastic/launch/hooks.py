@@ -19,8 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT
-from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.conclude import write_attempt_report
@@ -28,6 +27,7 @@ from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDeci
 from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.agent_events import UserCommandEnded
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.user_command import CommandEnd, UserCommand, describe_end, last_lines, shell_command
 

@@ -7,10 +7,9 @@ from enum import Enum
 from msgspec import Struct
 
 from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT, made_progress, may_be_a_bug
-from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.option_values import RequeueChoice
-from hpc_elastic.run.paths import AttemptInfo, StoredResult
+from hpc_elastic.run.paths import AttemptInfo, ExitCode, Outcome, StoredResult
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_state import JobState
 

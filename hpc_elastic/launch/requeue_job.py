@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import repeat
+from hpc_elastic.base.loop import repeat
 from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import (

@@ -21,7 +21,7 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, is_refusal
+from hpc_elastic.base.loop import FileExecutor, FilesystemHangsError, is_refusal
 from hpc_elastic.base.self_command import ask_interpreter
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure

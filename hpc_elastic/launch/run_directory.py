@@ -17,10 +17,17 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.files import make_private_dir, sole_owner, why_replaceable, write_private
 from hpc_elastic.base.host_facts import filesystem_type
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.run import index
-from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, RunPaths, UnreadableAttemptError, load_attempt, load_result
+from hpc_elastic.run.paths import (
+    AttemptInfo,
+    AttemptPaths,
+    ExitCode,
+    RunPaths,
+    UnreadableAttemptError,
+    load_attempt,
+    load_result,
+)
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_environment import JobEnvironment

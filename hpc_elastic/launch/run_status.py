@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import read_bytes
-from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_output, read_steps
@@ -35,6 +34,8 @@ from hpc_elastic.run.paths import (
     WITHOUT_VERDICT,
     AttemptInfo,
     AttemptPaths,
+    ExitCode,
+    Outcome,
     RunPaths,
     UnreadableAttemptError,
     load_attempt,

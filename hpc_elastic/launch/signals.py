@@ -16,8 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.run.supervisor_events import SignalDecided
 
 

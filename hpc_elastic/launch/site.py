@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued

@@ -15,7 +15,6 @@ from msgspec import UNSET, Struct, field
 
 from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock, pause
-from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_directory import read_attempt
@@ -29,7 +28,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
-from hpc_elastic.run.paths import AttemptPaths, StoredResult
+from hpc_elastic.run.paths import AttemptPaths, ExitCode, Outcome, StoredResult
 from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.base import Store

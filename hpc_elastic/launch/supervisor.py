@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import seconds_until, wait_readable
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.launch.agents import Agents
 from hpc_elastic.launch.job_watch import EndClaim, JobWatch
@@ -29,7 +28,7 @@ from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, PlatformFailure
 from hpc_elastic.run.events import EventLog, RunEvent
-from hpc_elastic.run.paths import AttemptInfo
+from hpc_elastic.run.paths import AttemptInfo, Outcome
 from hpc_elastic.run.supervisor_events import EndTakenOver, SignalReceived
 from hpc_elastic.store.base import StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue

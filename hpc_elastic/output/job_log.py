@@ -7,7 +7,7 @@ import select
 import threading
 from collections import deque
 
-from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.output.terminal import readable, with_prefix
 
 _ITEM_COST = 200  # bytes of bookkeeping per queued item, so that many small ones don't exceed the bound

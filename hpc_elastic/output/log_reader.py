@@ -11,8 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import ask_about
-from hpc_elastic.base.folded import names_in, open_file, size_of
+from hpc_elastic.base.files import ask_about, names_in, open_file, size_of
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 
 CHUNK = 64 << 10

@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.folded import names_in, open_file, size_of
+from hpc_elastic.base.files import names_in, open_file, size_of
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
 from hpc_elastic.run.agent_events import RoundFinal

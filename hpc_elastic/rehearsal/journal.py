@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.base.folded import open_file
+from hpc_elastic.base.files import open_file
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_streams import round_numbers, streams_of
 from hpc_elastic.run.paths import RunPaths

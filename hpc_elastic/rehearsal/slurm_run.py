@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
 from hpc_elastic.rehearsal.injector import NotNow, RemoteInjector
 from hpc_elastic.rehearsal.live_run import LiveRun, RehearsalOptions
 from hpc_elastic.rehearsal.saves import FileNames
-from hpc_elastic.run.paths import UnreadableAttemptError, load_attempt
+from hpc_elastic.run.paths import ExitCode, UnreadableAttemptError, load_attempt
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_state import JobPhase

@@ -17,8 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import describe_no_descriptor, is_refusal
-from hpc_elastic.base.loop import Inbox, Waker, wait_readable
+from hpc_elastic.base.loop import Inbox, Waker, describe_no_descriptor, is_refusal, wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.lease import Lease

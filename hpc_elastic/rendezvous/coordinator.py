@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
@@ -39,6 +38,7 @@ from hpc_elastic.rendezvous.state import (
     supersedes,
 )
 from hpc_elastic.run.option_values import GrowPolicy
+from hpc_elastic.run.paths import Outcome
 
 _MOST_NAMES = 8
 HEARD_PATIENCE = 6.0

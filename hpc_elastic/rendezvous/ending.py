@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import BYE, read_claims
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import StoreId
@@ -21,6 +20,7 @@ from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, newest_by_node
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0

@@ -20,8 +20,7 @@ from collections.abc import Collection, Iterable
 
 from msgspec import Struct
 
-from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.staleness import Staleness
+from hpc_elastic.base.clock import Clock, Staleness
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.store.base import Store

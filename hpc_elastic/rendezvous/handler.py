@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
-from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.loop import FileExecutor, FilesystemHangsError
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.ending import close_if_last, close_run
 from hpc_elastic.rendezvous.errors import (
@@ -32,6 +31,7 @@ from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.membership import Membership, RoundResult
 from hpc_elastic.rendezvous.run_folder import EpochSweep, RunFolder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.base import StoreFullError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 

@@ -10,12 +10,12 @@ import errno
 import os
 import random
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.base import Store, StoreWipedError
 
 _KEY = "epoch/id"

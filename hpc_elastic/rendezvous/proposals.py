@@ -13,7 +13,6 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.failure_detector import LostLink
 from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.state import (
@@ -44,6 +43,7 @@ from hpc_elastic.run.coordinator_events import (
     StepAgreed,
 )
 from hpc_elastic.run.events import CoordinatorEvent
+from hpc_elastic.run.paths import Outcome
 
 
 class Proposal(Struct, frozen=True, kw_only=True):

@@ -15,9 +15,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, Staleness
 from hpc_elastic.base.files import make_private_dir, why_replaceable
-from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.rendezvous.errors import RendezvousError, RendezvousStateError
 from hpc_elastic.rendezvous.handler_config import HandlerConfig

@@ -19,9 +19,9 @@ from msgspec.structs import force_setattr, replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.preemption import RunNotice
+from hpc_elastic.run.paths import Outcome
 
 OBSERVER_PLACE = 99999
 """The node index in the uid of a supervisor, which is no node."""

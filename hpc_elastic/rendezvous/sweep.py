@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
-from hpc_elastic.base.staleness import Staleness
+from hpc_elastic.base.clock import Staleness
 from hpc_elastic.rendezvous.claims import claim_folder
 from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.peers import Peers

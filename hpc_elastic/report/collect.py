@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.codec import readable_fields
-from hpc_elastic.base.files import Unreadable, ask_about, read_json
-from hpc_elastic.base.folded import names_in
+from hpc_elastic.base.files import Unreadable, ask_about, names_in, read_json
 from hpc_elastic.base.text import cut_end, first_of
 from hpc_elastic.failures.classify import wording_of
 from hpc_elastic.failures.evidence import read_failure

@@ -8,7 +8,6 @@ from functools import partial
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, ClocksBuilder
@@ -29,7 +28,7 @@ from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.events import RunEvent
-from hpc_elastic.run.paths import is_job_id
+from hpc_elastic.run.paths import REFUSED_CODE, UNHEALTHY_CODE, ExitCode, is_job_id
 
 _OF_ATTEMPT = (of_coordinator.RunClosed, of_coordinator.NodeMissing, of_coordinator.LinkLost)
 """Events that name a round, and are none of it."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, time_text
 from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.excerpt import user_frame
@@ -27,7 +26,7 @@ from hpc_elastic.report.root_cause import decide_start_verdict, verdict_of
 from hpc_elastic.report.timeline_attempt import place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, of_several
 from hpc_elastic.run.node_score import NodeScore
-from hpc_elastic.run.paths import WITHOUT_VERDICT
+from hpc_elastic.run.paths import WITHOUT_VERDICT, Outcome
 
 ROOT_CAUSE = "Root Cause (first observed failure)"
 """torchrun prints it so."""

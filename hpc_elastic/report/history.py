@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.base.text import plural
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
@@ -25,6 +24,7 @@ from hpc_elastic.run.agent_events import (
 )
 from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
 from hpc_elastic.run.node_score import NodeScore
+from hpc_elastic.run.paths import REFUSED_CODE
 
 START_REFUSED = "start_refused"
 """`NodeLoss.cause` of a node whose agent could not do what the run's options ask for."""
@@ -255,7 +255,7 @@ class AttemptHistory(Struct, kw_only=True):
     """The batch host's clock."""
     ended_ns: int | None = None
     outcome: str = ""
-    """A value of `hpc_elastic.base.outcome.Outcome`; empty where no end was recorded."""
+    """A value of `hpc_elastic.run.paths.Outcome`; empty where no end was recorded."""
     reason: str = ""
     exit_code: int | None = None
     decision: str = ""

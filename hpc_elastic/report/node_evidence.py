@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from hpc_elastic.base.outcome import GivenUp
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.report.history import START_REFUSED, AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.run.heartbeats import SLOW_RANK
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, is_everywhere
+from hpc_elastic.run.paths import GivenUp
 
 _WORDS = 400
 

@@ -10,7 +10,6 @@ from textwrap import TextWrapper
 from msgspec.structs import replace
 
 from hpc_elastic.base.files import read_bytes
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import clean_line, clean_lines, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.failures.excerpt import fold_repeats, make_excerpt
@@ -22,7 +21,7 @@ from hpc_elastic.report.document import Document, Fact, Finding, choose_subject
 from hpc_elastic.report.goodput import Cost, Goodput, cost_text, describe_progress, goodput_text, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.verdict import Confidence
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import Outcome, RunPaths
 
 DEFAULT_LINES = 40
 DEFAULT_WIDTH = 120

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
 from hpc_elastic.base.text import clean_line, first_of, plural, ranks_text, seconds_text, time_text
 from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.contrast import wrong_input
@@ -18,6 +17,7 @@ from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory,
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutageKind, OutputLoss
 from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import describe_begun_again
+from hpc_elastic.run.paths import ExitCode, Outcome, outcome_text
 from hpc_elastic.worker_api.heartbeat_record import SETUP
 
 NOT_AVAILABLE = "<N/A>"

@@ -44,7 +44,7 @@ def write_report(
     Args:
         run_dir: The run.
         attempt: The attempt that has ended.
-        outcome: A value of `hpc_elastic.base.outcome.Outcome`, as the caller knows it (the events may not say it yet).
+        outcome: A value of `hpc_elastic.run.paths.Outcome`, as the caller knows it (the events may not say it yet).
         exit_code: With which the job will end; None: not known yet.
         decision: What is done about the job: ``requeue: …`` or ``end: …``.
         history: The run's, where it has been read before.

@@ -19,8 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
-from hpc_elastic.base.files import Owner, has_long_number, parse_json, read_again
-from hpc_elastic.base.folded import names_in, open_file
+from hpc_elastic.base.files import Owner, has_long_number, names_in, open_file, parse_json, read_again
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
 from hpc_elastic.run.events import RunEvent, name_of

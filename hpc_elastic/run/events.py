@@ -25,8 +25,8 @@ from msgspec import Meta, Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.codec import to_json
-from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import json_text, make_private_dir
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UnsafePathError
 
 Seconds = Annotated[float, Meta(ge=0, lt=1e9)]

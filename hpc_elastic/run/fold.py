@@ -1,4 +1,4 @@
-"""Folds the small files of a run that is over into two for each attempt; `base.folded` reads them there.
+"""Folds the small files of a run that is over into two for each attempt; `base.files` reads them there.
 
 It may be killed at any step: the folded files are synced under other names, renamed, and only then are those removed
 that are in them, so each file can be read at every moment. The next call goes on where it was interrupted.
@@ -14,8 +14,17 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from hpc_elastic.base.files import Unreadable, read_json, write_private
-from hpc_elastic.base.folded import LARGEST_PART, OF_RUN, OUTPUT, RECORDS, head, read_parts
+from hpc_elastic.base.files import (
+    LARGEST_PART,
+    OF_RUN,
+    OUTPUT,
+    RECORDS,
+    Unreadable,
+    head,
+    read_json,
+    read_parts,
+    write_private,
+)
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
 
 LARGEST_OUTPUT = 1 << 20

@@ -9,9 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.options.sbatch import parse_time_limit
-from hpc_elastic.run.paths import is_job_id
+from hpc_elastic.run.paths import ExitCode, is_job_id
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.notation import HostlistError, expand, local_time
 

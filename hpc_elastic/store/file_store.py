@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock, pause
-from hpc_elastic.base.file_executor import FULL, is_refusal
 from hpc_elastic.base.files import check_private_dir, make_private_dir, read_bytes
+from hpc_elastic.base.loop import FULL, is_refusal
 from hpc_elastic.store.base import Store, StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900
@@ -336,7 +336,7 @@ class FoldedStore(FileStore):
             return None
 
     def list(self, folder: str) -> builtins.list[str]:
-        from hpc_elastic.base.folded import names_in  # no agent needs it
+        from hpc_elastic.base.files import names_in  # no agent needs it
 
         try:
             return [name for name in names_in(self._path(folder)) if name[0] != "."]

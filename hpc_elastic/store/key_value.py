@@ -20,7 +20,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, pause
-from hpc_elastic.base.file_executor import repeat
+from hpc_elastic.base.loop import repeat
 from hpc_elastic.store.base import Store, StoreError
 
 KEPT_VERSIONS = 1024

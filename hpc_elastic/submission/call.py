@@ -23,8 +23,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.files import Owner, ask_about, open_checked, read_again
-from hpc_elastic.base.folded import names_in
+from hpc_elastic.base.files import Owner, ask_about, names_in, open_checked, read_again
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths, rank_index, round_index

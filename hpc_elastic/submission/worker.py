@@ -22,10 +22,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.error_handler import ErrorHandler
-from hpc_elastic.run.paths import AttemptPaths, RunPaths, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.paths import AttemptPaths, ExitCode, RunPaths, UnreadableAttemptError, load_attempt
 from hpc_elastic.submission import call as call_module
 from hpc_elastic.submission.call import (
     Call,

@@ -26,7 +26,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from hpc_elastic.base.file_executor import read_each
+from hpc_elastic.base.loop import read_each
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, SPARE
 

@@ -6,10 +6,10 @@ import re
 from enum import IntEnum
 from pathlib import Path
 
-from hpc_elastic.base import outcome
 from hpc_elastic.options.config_files import FILE_LAYERS
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import key_of, variable_of
+from hpc_elastic.run import paths
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -19,9 +19,9 @@ def page(name: str) -> str:
 
 
 def exit_codes() -> set[int]:
-    """The numbers of `hpc_elastic.base.outcome`: those of its enum, and the constants that are an agent's own."""
-    found = {value for name, value in vars(outcome).items() if isinstance(value, int) and name.isupper()}
-    for kind in vars(outcome).values():
+    """The numbers of `hpc_elastic.run.paths`: those of its enum, and the constants that are an agent's own."""
+    found = {value for name, value in vars(paths).items() if isinstance(value, int) and name.isupper()}
+    for kind in vars(paths).values():
         if isinstance(kind, type) and issubclass(kind, IntEnum) and kind is not IntEnum:
             found |= {int(code) for code in kind}
     return found

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.health_gpu import from_json
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.base.self_command import module_command
+from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine, memory_readings, memory_watched
 

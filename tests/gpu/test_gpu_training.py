@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.gpu import RUN_SECONDS, GpuRun
 from tests.rigs.torch_ranks import ALL_REDUCE
 from tests.rigs.training_scripts import SYNTHETIC, check_that_it_resumed, run_alone, run_with_a_killed_rank

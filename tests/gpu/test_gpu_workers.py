@@ -13,8 +13,8 @@ import pytest
 
 from hpc_elastic.agent.health import judge_gpus
 from hpc_elastic.agent.health_gpu import from_json
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.base.self_command import module_command
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine
 
 pytestmark = pytest.mark.gpu

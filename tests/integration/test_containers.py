@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.container_image import (
     ROOT,
     interpreters_folders,

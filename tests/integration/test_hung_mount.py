@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs import lockstep
 from tests.rigs.local_run import LocalRun

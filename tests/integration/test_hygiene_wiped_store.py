@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import LocalRun
 
 NOTICED = 60.0

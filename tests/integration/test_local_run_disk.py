@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.run.paths import load_result
+from hpc_elastic.run.paths import ExitCode, load_result
 from tests.rigs.local_run import LocalRun
 from tests.rigs.small_disk import fill_disk, small_disk
 

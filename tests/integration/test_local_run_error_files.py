@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent import LocalElasticAgent, WorkerGroupFailureError, WorkerSpec
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.failures import ChildFailedError, ErrorHandler, record
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import config_from_url
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import LocalRun
 
 _TORCH = "torch.distributed.elastic.multiprocessing.errors"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.launch.run_status import read_status
 from hpc_elastic.report.collect import collect_run
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.processes import Process
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.heartbeats import PREFIX
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import LocalRun
 from tests.rigs.requirements import require
 from tests.rigs.waiting import until

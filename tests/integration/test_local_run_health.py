@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from hpc_elastic.base.outcome import UNHEALTHY_CODE, ExitCode
+from hpc_elastic.run.paths import UNHEALTHY_CODE, ExitCode
 from tests.rigs.local_run import LocalRun
 
 _TRAINS = """

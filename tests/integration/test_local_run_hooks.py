@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import LocalRun
 
 _TRAINS = """

@@ -10,10 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.option_values import Std, parse_local_ranks, parse_std_streams, shown_in_job_log
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import ROOT, LocalRun
 
 WORKERS = 8

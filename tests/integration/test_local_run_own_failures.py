@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import ROOT, LocalRun
 
 _STAYS = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import ROOT, LocalRun
 from tests.rigs.slowed_training import SCRIPT, paces, share_lost, slow_down
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import LocalRun
 
 ALONE = ("--max-restarts", "0", "--max-requeues", "0")

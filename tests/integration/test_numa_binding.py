@@ -14,9 +14,9 @@ import pytest
 from torch.numa import binding as torchs
 
 from hpc_elastic.agent.numa_binding import bind_workers, read_machine
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.base.text import ranges
 from hpc_elastic.run.option_values import NumaBinding
+from hpc_elastic.run.paths import ExitCode
 from tests.rigs.container_image import interpreters_folders, make_image, require_charliecloud
 from tests.rigs.local_run import LocalRun
 from tests.rigs.sys_trees import Shape, SysTree

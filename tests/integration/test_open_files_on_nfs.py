@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.launch.batch import write_back
 from hpc_elastic.output.log_files import LogFile
 from hpc_elastic.output.log_reader import OutputReader, Place

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode, Outcome
+from hpc_elastic.run.paths import ExitCode, Outcome
 from tests.integration.test_hung_mount import MountedRun, check_killed_worker, run_on
 from tests.rigs.network_nodes import NetworkRun
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator

@@ -20,7 +20,6 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from hpc_elastic.base import files
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import errors, handler, run_folder
@@ -31,6 +30,7 @@ from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_key
 from hpc_elastic.rendezvous.membership import Membership
 from hpc_elastic.rendezvous.round_log import RecordLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store import file_store
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_handlers import HandlerRig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.fork_server import ServerState
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import Preload, load_preload
 from tests.integration.test_inprocess_replacement import _HEAD
 from tests.integration.test_local_run_growth import _QUICK, GatedRun

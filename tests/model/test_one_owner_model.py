@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.supersede import AgentState, EarlierAttempt
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import Status
+from hpc_elastic.run.paths import Outcome
 from tests.model.test_agent_model import SETTINGS as AGENT_SETTINGS
 from tests.model.test_agent_model import meddle
 from tests.rigs.agent_world import AgentWorld

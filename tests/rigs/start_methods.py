@@ -14,8 +14,7 @@ from pathlib import Path
 from hpc_elastic.agent.fork_server import IMPORT_SECONDS, ForkServer, ServerState
 from hpc_elastic.agent.fork_server_process import Launch
 from hpc_elastic.base.clock import RunClock
-from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.loop import wait_readable
+from hpc_elastic.base.loop import FileExecutor, wait_readable
 from hpc_elastic.run.agent_events import ForkServerReady
 from hpc_elastic.run.events import AgentEvent
 from hpc_elastic.run.spec import Preload

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.job_watch import EndClaim
 from hpc_elastic.launch.requeue import AttemptResult
 from hpc_elastic.launch.signals import JobCondition, SignalResolver, SlurmAnswer
@@ -23,6 +22,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import RoundRecord, Status, new_uid
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.paths import Outcome
 from tests.rigs.event_pairs import log_into
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting

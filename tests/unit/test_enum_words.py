@@ -17,7 +17,6 @@ import pytest
 from msgspec.structs import replace
 
 import hpc_elastic
-from hpc_elastic.base.outcome import GivenUp, Outcome
 from hpc_elastic.cli.status import status_json, status_line, status_lines
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource
@@ -36,7 +35,7 @@ from hpc_elastic.report.wording import describe_outages
 from hpc_elastic.run.agent_events import FilesystemRefused
 from hpc_elastic.run.coordinator_events import LinkLost
 from hpc_elastic.run.event_reader import event_line
-from hpc_elastic.run.paths import StoredResult
+from hpc_elastic.run.paths import GivenUp, Outcome, StoredResult
 from hpc_elastic.submission.outcome import state_of as state_of_end
 from tests.rigs.event_pairs import read_events
 from tests.rigs.run_builder import RunBuilder, make_failure

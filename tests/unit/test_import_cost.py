@@ -148,7 +148,6 @@ NOT_AT_WORK = ("hpc_elastic.cli",)
 """What they import in functions, agents need at their start, or never."""
 RARELY_NEEDED = {
     "hpc_elastic.agent.numa_binding",
-    "hpc_elastic.base.folded",
     "psutil",
     "base64",
     "concurrent.futures",

@@ -20,7 +20,7 @@ from hpc_elastic.agent.health import GpuDevice, GpuFacts
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_watch import NcclWatch, limit_without_progress
 from hpc_elastic.base import codec
-from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.rendezvous.state import Member

@@ -12,7 +12,7 @@ from hpc_elastic.agent.health_checks import HealthChecks
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.agent.supervision import Phase
-from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
+from hpc_elastic.run.paths import UNHEALTHY_CODE, Outcome
 from tests.unit.agent.test_agent_node_agent import (  # noqa: F401
     START,
     Play,

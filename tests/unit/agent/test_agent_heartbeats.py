@@ -25,8 +25,8 @@ from hpc_elastic.agent.heartbeats import (
     is_seen_by,
     open_folder,
 )
-from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import filesystem_type
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.option_values import SectionTimeouts

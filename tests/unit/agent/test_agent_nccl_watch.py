@@ -15,7 +15,7 @@ from hpc_elastic.agent.hang_detector import Counts, HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.nccl_watch import NcclStall, NcclWatch, StallFound, judge_stall, open_call
 from hpc_elastic.base import codec
-from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member

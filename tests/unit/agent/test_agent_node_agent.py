@@ -26,7 +26,6 @@ from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.save_reports import PreemptionWatch
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
-from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
 from hpc_elastic.failures.contrast import moment_after
 from hpc_elastic.failures.ranking import ALL_ALIKE, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
@@ -37,6 +36,7 @@ from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
 from hpc_elastic.run.activities import Activity, Doing, HangSettings, OnHang, RankSockets, Source
 from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.paths import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.workers.spawn import EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.stop import Survivor

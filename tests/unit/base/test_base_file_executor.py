@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
+from hpc_elastic.base.loop import FileExecutor, FilesystemHangsError
 from hpc_elastic.run.agent_events import RoundFinal
 from hpc_elastic.run.events import EventLog
 from tests.rigs.event_pairs import read_events

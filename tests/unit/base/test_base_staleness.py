@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.base.staleness import Staleness
+from hpc_elastic.base.clock import Staleness
 
 
 def test_an_age_begins_with_the_observation_that_first_saw_the_value() -> None:

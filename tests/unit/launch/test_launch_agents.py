@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
 from hpc_elastic.launch.agents import (
     FIRST_TRIAL,
     FRUITLESS_RELAUNCHES,
@@ -22,6 +21,7 @@ from hpc_elastic.launch.agents import (
 )
 from hpc_elastic.launch.site import AgentEnd
 from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
+from hpc_elastic.run.paths import UNHEALTHY_CODE, Outcome
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.supervisor_stage import Stage

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued
@@ -20,7 +19,7 @@ from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import RequeueChoice
-from hpc_elastic.run.paths import AttemptInfo, RunPaths, StoredResult, load_result
+from hpc_elastic.run.paths import AttemptInfo, Outcome, RunPaths, StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.commands import SlurmError
 from tests.rigs.event_pairs import read_events

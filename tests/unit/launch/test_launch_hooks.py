@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.hooks import FailureNotice
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, Members, RoundRecord, Status
+from hpc_elastic.run.paths import Outcome
 
 FINAL = RoundRecord(number=1, epoch="e", term=1, leader="a", round=0, status=Status.FINAL, reason="start")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
+from hpc_elastic.base.loop import FileExecutor, FilesystemHangsError
 from hpc_elastic.launch.conclude import HUNG_SECONDS, REPORT_SECONDS, LastFiles
 from tests.rigs.fake_clock import FakeClock
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.requeue import (
     AttemptResult,
     RequeueAction,
@@ -18,7 +17,7 @@ from hpc_elastic.launch.requeue import (
     decide_requeue,
 )
 from hpc_elastic.run.option_values import RequeueChoice
-from hpc_elastic.run.paths import StoredResult
+from hpc_elastic.run.paths import Outcome, StoredResult
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.specs import make_attempt, make_spec

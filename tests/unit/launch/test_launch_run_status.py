@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir, write_private
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.cli.status import duration, status_json, status_line, status_lines
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
 from hpc_elastic.launch.run_status import RunState, RunStatus, read_status, state_of
@@ -28,7 +27,7 @@ from hpc_elastic.run.heartbeats import (
     SlowRank,
     SlowRanks,
 )
-from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.paths import Outcome, RunPaths
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.store.file_store import FileStore

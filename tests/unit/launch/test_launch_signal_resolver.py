@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.signals import (
     EARLY_NOTICE,
     SILENT_RETRY,
@@ -17,6 +16,7 @@ from hpc_elastic.launch.signals import (
     SignalResolver,
     SlurmAnswer,
 )
+from hpc_elastic.run.paths import Outcome
 from tests.rigs.event_pairs import log_into_dicts
 from tests.rigs.fake_clock import FakeClock
 

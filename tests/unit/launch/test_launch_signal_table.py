@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.signals import (
     TABLE,
     Heard,
@@ -21,6 +20,7 @@ from hpc_elastic.launch.signals import (
     decide_signal,
 )
 from hpc_elastic.launch.slurm_site import slurm_answer
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.slurm.job_state import JobState, parse_show_job
 
 W, BATCH, AGENTS = JobCondition, HeardBy.BATCH, HeardBy.AGENTS

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.file_executor import FileExecutor, is_refusal
-from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.loop import FileExecutor, is_refusal
 from hpc_elastic.launch.run_directory import claim_attempt
 from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.launch.supersede import (
@@ -29,7 +28,7 @@ from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.paths import AttemptInfo, RunPaths, load_result
+from hpc_elastic.run.paths import AttemptInfo, Outcome, RunPaths, load_result
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock

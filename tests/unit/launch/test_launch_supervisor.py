@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_elastic.base.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS
 from hpc_elastic.launch.job_watch import LOOK_SECONDS, JobWatch
@@ -23,6 +22,7 @@ from hpc_elastic.launch.supervisor import (
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run
 from hpc_elastic.rendezvous.proposals import to_event
 from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status
+from hpc_elastic.run.paths import STORE_LOST_CODE, Outcome
 from hpc_elastic.store.base import StoreError, StoreWipedError
 from tests.rigs.supervisor_stage import TICK, Stage
 

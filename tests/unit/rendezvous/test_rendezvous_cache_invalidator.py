@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.cache_invalidator import FIRST_SECONDS, LAST_SECONDS, CacheInvalidator
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims
 from hpc_elastic.rendezvous.proposals import Proposal
 from hpc_elastic.rendezvous.state import Member, NodeFailure, RoundEvent, RoundRecord, Status
+from hpc_elastic.run.paths import Outcome
 from tests.rigs.memory_store import SpyStore
 
 RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
@@ -30,6 +29,7 @@ from hpc_elastic.rendezvous.state import (
 )
 from hpc_elastic.run.coordinator_events import NodeLost
 from hpc_elastic.run.option_values import GrowPolicy
+from hpc_elastic.run.paths import Outcome
 
 SETTINGS = RendezvousSettings(min_nodes=2, max_nodes=4, expected_nodes=4)
 NAMES = {0: "node 0", 1: "node 1", 2: "node 2", 3: "nid003"}

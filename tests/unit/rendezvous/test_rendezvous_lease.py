@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.lease import OVER, Lease, is_round_over
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.run.paths import Outcome
 from tests.rigs.fake_clock import FakeClock
 
 UIDS = ("00000-n0-0000000000000001-aaaa", "00001-n1-0000000000000001-bbbb")

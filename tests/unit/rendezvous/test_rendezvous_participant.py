@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.ending import close_run
@@ -20,6 +19,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo, announcement
 from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.base import StoreWipedError
 from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock

@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from hpc_elastic.base.codec import to_json
-from hpc_elastic.base.file_executor import is_refusal
+from hpc_elastic.base.loop import is_refusal
 from hpc_elastic.rendezvous.coordination import ALONE_SECONDS, RefusalWatch
 from hpc_elastic.store.base import StoreFullError
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import OwnClaims, read_claim
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.state import (
@@ -23,6 +22,7 @@ from hpc_elastic.rendezvous.state import (
     Status,
     decode_record,
 )
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.file_store import LONGEST_SYMLINK
 from tests.rigs.memory_store import MemoryStore
 

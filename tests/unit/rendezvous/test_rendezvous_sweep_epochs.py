@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.ending import close_run
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.run_folder import (
@@ -23,6 +22,7 @@ from hpc_elastic.rendezvous.run_folder import (
     remove_epoch,
     why_remove,
 )
+from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.fake_clock import FakeClock
 

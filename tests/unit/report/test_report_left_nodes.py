@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.run.paths import UNHEALTHY_CODE
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 WHY = "health check failed: GPU 2 has 3 uncorrectable ECC errors"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, choose_subject
 from hpc_elastic.report.history import RunHistory
@@ -18,6 +17,7 @@ from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.verdict import Cause
 from hpc_elastic.run.node_score import EvidenceKind
+from hpc_elastic.run.paths import REFUSED_CODE
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 NODES = ("n1", "n2", "n3")
