@@ -21,11 +21,10 @@ from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Group, Parsed, define, explaining
 from hpc_elastic.output.terminal import each_line
-from hpc_elastic.rehearsal import tables
-from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
 from hpc_elastic.rehearsal.journal import LossSource, parse_pattern
+from hpc_elastic.rehearsal.judge import KINDS, QUICK, parse_kinds
 from hpc_elastic.rehearsal.live_run import RehearsalOptions
-from hpc_elastic.rehearsal.rehearse import Rehearsal
+from hpc_elastic.rehearsal.rehearse import Rehearsal, as_json, as_page, as_text
 from hpc_elastic.run.spec import EntryKind, RunSpec
 
 HELP = Help(
@@ -82,13 +81,13 @@ def main(argv: Sequence[str]) -> int:
         options = _options(parsed, env)
     quiet = parsed.flag("json")
     outcome = Rehearsal(options, report=lambda line: None if quiet else print_note(line)).run()
-    (options.folder / "rehearsal.html").write_text(tables.as_page(outcome))
-    found = json.dumps(tables.as_json(outcome), indent=2) + "\n"
+    (options.folder / "rehearsal.html").write_text(as_page(outcome))
+    found = json.dumps(as_json(outcome), indent=2) + "\n"
     (options.folder / "rehearsal.json").write_text(found)
     if quiet:
         sys.stdout.write(found)
     else:
-        sys.stdout.write(each_line(f"{tables.as_text(outcome)}page: {options.folder / 'rehearsal.html'}\n"))
+        sys.stdout.write(each_line(f"{as_text(outcome)}page: {options.folder / 'rehearsal.html'}\n"))
     return outcome.code
 
 

@@ -10,20 +10,21 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 
-from hpc_elastic.rehearsal.faults import (
+from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT, NotNow
+from hpc_elastic.rehearsal.journal import LossCurve
+from hpc_elastic.rehearsal.judge import (
     DISK_FULL,
     NODE_KILLED,
     NOTICE,
     SAVING_KILLED,
     WORKER_EXCEPTION,
     WORKER_KILLED,
+    InjectionSeen,
     Kind,
     Need,
     PlannedFault,
+    look_back,
 )
-from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT, NotNow
-from hpc_elastic.rehearsal.journal import LossCurve
-from hpc_elastic.rehearsal.judge import InjectionSeen, look_back
 from hpc_elastic.rehearsal.live_run import PLANT_SIGNAL, LiveRun
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.tree import node_key

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.rehearsal.faults import NOTICE, SAVING_KILLED, WORKER_KILLED, PlannedFault
 from hpc_elastic.rehearsal.journal import LossSource
-from hpc_elastic.rehearsal.judge import InjectionSeen, LossComparison, Rehearsed, attribute_failure
+from hpc_elastic.rehearsal.judge import (
+    NOTICE,
+    SAVING_KILLED,
+    WORKER_KILLED,
+    InjectionSeen,
+    LossComparison,
+    PlannedFault,
+    Rehearsed,
+    attribute_failure,
+)
 from hpc_elastic.rehearsal.live_run import RehearsalOptions
-from hpc_elastic.rehearsal.rehearse import RehearsalResult
-from hpc_elastic.rehearsal.tables import as_page
+from hpc_elastic.rehearsal.rehearse import RehearsalResult, as_page
 from tests.browser.chromium import Browser
 from tests.rigs.specs import make_spec
 

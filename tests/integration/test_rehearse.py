@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.rehearsal.injector import Injector
-from hpc_elastic.rehearsal.saves import FileNames
+from hpc_elastic.rehearsal.injector import FileNames, Injector
 from hpc_elastic.workers import tree
 from tests.rigs.local_run import ROOT
 from tests.rigs.processes import bare_environ

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.rehearsal import faults as rehearsed
+from hpc_elastic.rehearsal import judge as rehearsed
 from hpc_elastic.rehearsal.injector import NotNow
 from hpc_elastic.rehearsal.journal import LossCurve, StepSeen
 from hpc_elastic.rehearsal.judge import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
+from hpc_elastic.rehearsal.injector import FileNames, SavedFiles
 from hpc_elastic.rehearsal.journal import LossCurve, LossSource, RunJournal, StepSeen, parse_pattern, step_of_line
-from hpc_elastic.rehearsal.saves import FileNames, SavedFiles
+from hpc_elastic.rehearsal.judge import KINDS, QUICK, parse_kinds
 from hpc_elastic.run.paths import RunPaths
 
 

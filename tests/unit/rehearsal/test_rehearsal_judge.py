@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.rehearsal.faults import DISK_FULL, NOTICE, WORKER_KILLED, Kind, PlannedFault
 from hpc_elastic.rehearsal.journal import LossCurve, LossSource, RunJournal, StepSeen
 from hpc_elastic.rehearsal.judge import (
+    DISK_FULL,
+    NOTICE,
+    WORKER_KILLED,
     Guilt,
     InjectionSeen,
+    Kind,
     LossComparison,
+    PlannedFault,
     Rehearsed,
     attribute_failure,
     compare_losses,
