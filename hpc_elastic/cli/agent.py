@@ -19,11 +19,10 @@ from hpc_elastic.launch.step import (
     check_one_task_per_node,
     step_nodes,
 )
-from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.job_options import ignored_in_allocation, notice_seconds
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.sbatch import refuse_het_job
-from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.options.table import Help, Parsed, explaining
 from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 

@@ -13,12 +13,23 @@ from msgspec.structs import replace
 
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.command_line import Help, HelpWanted, parse, render_help
 from hpc_elastic.options.config_files import Layer
 from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import Origin, Resolved, resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values, default_of
-from hpc_elastic.options.table import Group, Keys, Option, Parsed, define, explaining, key_of
+from hpc_elastic.options.table import (
+    Group,
+    Help,
+    HelpWanted,
+    Keys,
+    Option,
+    Parsed,
+    define,
+    explaining,
+    key_of,
+    parse,
+    render_help,
+)
 from hpc_elastic.options.worker_options import UNNEEDED, current_directory
 from hpc_elastic.output.terminal import each_line
 

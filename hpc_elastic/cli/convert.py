@@ -12,9 +12,9 @@ import click
 from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.convert import convert
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values
+from hpc_elastic.options.table import parse
 from hpc_elastic.output.terminal import each_line, one_line
 
 _LARGEST = 1 << 20

@@ -29,9 +29,8 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
 from hpc_elastic.options import job_options
-from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import SlurmJob, cluster_here, spec_fields
-from hpc_elastic.options.table import Group, define, explaining
+from hpc_elastic.options.table import Group, Help, define, explaining
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.commands import SlurmError

@@ -134,7 +134,7 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
     module: Any = import_module(f"hpc_elastic.cli.{module_name}")
     if hasattr(module, "main"):
         return int(module.main(argv))
-    from hpc_elastic.options.command_line import read_arguments
+    from hpc_elastic.options.table import read_arguments
 
     note = getattr(module, "NOTE", "")
     args = read_arguments(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1], module.PARAMETERS, argv, note=note)

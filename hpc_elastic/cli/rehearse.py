@@ -17,9 +17,8 @@ from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.options import job_options
-from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
-from hpc_elastic.options.table import Group, Parsed, define, explaining
+from hpc_elastic.options.table import Group, Help, Parsed, define, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.rehearsal.journal import LossSource, parse_pattern
 from hpc_elastic.rehearsal.judge import KINDS, QUICK, parse_kinds

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.options import job_options
-from hpc_elastic.options.command_line import Help
-from hpc_elastic.options.run_request import ALL_OPTIONS, cluster_here, runs_directory, slurm_job, working_directory
-from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.options.run_request import cluster_here, runs_directory, slurm_job, working_directory
+from hpc_elastic.options.table import Help, Parsed, explaining
 from hpc_elastic.output.terminal import each_line
 
 HELP = Help(
@@ -53,15 +52,15 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     # What submits is imported here: a third of a second that ``--help`` has no use for.
     from hpc_elastic.base.clock import SystemClock
     from hpc_elastic.cli import wait
+    from hpc_elastic.cli.run import plan_text, remarks
     from hpc_elastic.doctor.slurm_checks import saved_notes
     from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
-    from hpc_elastic.options.remarks import plan_text, remarks
     from hpc_elastic.slurm.commands import scancel
 
     runs_dir = runs_directory(parsed, working_directory(parsed, env))
     submission = Submission(job=slurm_job(parsed, env), runs_dir=runs_dir)
     spec, options = submission.job.spec, submission.job.options
-    for line in remarks(parsed, spec, ALL_OPTIONS, env=env):
+    for line in remarks(parsed, spec, env=env):
         print_note(line)
     for line in saved_notes(
         env, partition=options.partition or env.get("SBATCH_PARTITION", ""), nodes=spec.max_nodes + spec.spares,

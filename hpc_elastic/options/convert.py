@@ -25,16 +25,20 @@ from hpc_elastic.options.launch_line import (
     option_of_pyxis,
 )
 from hpc_elastic.options.sbatch import IMPOSSIBLE, NO_HET_JOBS, has_components, split_option
-from hpc_elastic.options.script_variables import (
+from hpc_elastic.options.shell_text import (
     COUNTS,
     FOR_MEETING,
     MEETING,
     OF_THE_JOB,
+    ShellBlock,
+    ShellCommand,
     Unit,
     Variables,
+    expanded_names,
+    parse_script,
+    plain,
     units_of,
 )
-from hpc_elastic.options.shell_text import ShellBlock, ShellCommand, expanded_names, parse_script, plain
 from hpc_elastic.options.table import Option
 
 

@@ -13,8 +13,19 @@ from msgspec import Struct, field
 
 from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.sbatch import NO_HET_JOBS, split_option
-from hpc_elastic.options.script_variables import COUNTS, MEETING, PRINTS, SHELL, Variables, assignments
-from hpc_elastic.options.shell_text import ASSIGNMENT, expanded_names, inner_text, parse_script, plain
+from hpc_elastic.options.shell_text import (
+    ASSIGNMENT,
+    COUNTS,
+    MEETING,
+    PRINTS,
+    SHELL,
+    Variables,
+    assignments,
+    expanded_names,
+    inner_text,
+    parse_script,
+    plain,
+)
 from hpc_elastic.options.table import Option
 
 MEET = "nodes meet through files in the run directory, and workers get MASTER_ADDR and MASTER_PORT"

@@ -18,7 +18,6 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, job_now
@@ -28,10 +27,16 @@ from hpc_elastic.rehearsal.injector import FileNames, Injector, NotNow, RemoteIn
 from hpc_elastic.rehearsal.journal import LossSource, Place, RunJournal
 from hpc_elastic.rehearsal.judge import Kind
 from hpc_elastic.run.event_reader import EventFile, EventLine, event_files
-from hpc_elastic.run.paths import RunPaths, StoredResult, UnreadableAttemptError, load_attempt, load_newest_result
+from hpc_elastic.run.paths import (
+    ExitCode,
+    RunPaths,
+    StoredResult,
+    UnreadableAttemptError,
+    load_attempt,
+    load_newest_result,
+)
 from hpc_elastic.run.spec import RunSpec, new_run_id
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_state import JobPhase
 from hpc_elastic.worker_api import journal as worker_journal
 

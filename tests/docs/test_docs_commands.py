@@ -15,7 +15,7 @@ from hpc_elastic.cli import main as cli
 from hpc_elastic.cli.doctor import OPTIONS as DOCTOR_OPTIONS
 from hpc_elastic.cli.rehearse import OPTIONS as REHEARSE_OPTIONS
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options import command_line, worker_options
+from hpc_elastic.options import table, worker_options
 from hpc_elastic.options.run_request import ALL_OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -51,11 +51,11 @@ def parse(command: str) -> None:
     assert name in cli._SUBCOMMANDS, f"{name} is no subcommand"
     if name in ("submit", "run", "config"):
         options = config.OPTIONS if name == "config" else RUN_OPTIONS
-        command_line.parse(argv, options, refused=worker_options.REFUSED)
+        table.parse(argv, options, refused=worker_options.REFUSED)
         return
     module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
     if argv and hasattr(module, "PARAMETERS"):
-        command_line.read_arguments(name, "", module.PARAMETERS, argv)
+        table.read_arguments(name, "", module.PARAMETERS, argv)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -18,7 +18,7 @@ from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_status
 from hpc_elastic.launch.run_directory import create_run, create_tasks
-from hpc_elastic.options.command_line import read_arguments
+from hpc_elastic.options.table import read_arguments
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec

@@ -7,8 +7,7 @@ import pytest
 from hpc_elastic.cli.run import nodes_of
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.table import Parsed
+from hpc_elastic.options.table import Parsed, parse
 
 TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
 

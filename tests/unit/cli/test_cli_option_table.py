@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.options.command_line import HelpWanted, parse
-from hpc_elastic.options.table import Option, Parsed
+from hpc_elastic.options.table import HelpWanted, Option, Parsed, parse
 
 TABLE = (
     Option(names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N", help="nodes", env="PET_NNODES"),

@@ -9,10 +9,9 @@ import pytest
 from msgspec.structs import fields
 
 from hpc_elastic.options import worker_options
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import notice_seconds
 from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec
-from hpc_elastic.options.table import Option
+from hpc_elastic.options.table import Option, parse
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 
 FIELDS = {each.name: each for each in fields(RunSpec)}

@@ -9,12 +9,11 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import notice_seconds
 from hpc_elastic.options.resolve import resolve
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions
-from hpc_elastic.options.table import Parsed
+from hpc_elastic.options.table import Parsed, parse
 from hpc_elastic.run.spec import EntryKind, RunSpec
 
 TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)

@@ -12,8 +12,8 @@ from hpc_elastic.base import codec
 from hpc_elastic.doctor import node_job
 from hpc_elastic.doctor.findings import ProbeSettings
 from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, open_site, plan_job, probe_node
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.run_request import ALL_OPTIONS
+from hpc_elastic.options.table import parse
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import Runtime
 

@@ -12,10 +12,10 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import Submission, submit_job
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import OPTIONS
 from hpc_elastic.options.run_request import slurm_job
 from hpc_elastic.options.sbatch import ScriptLines
+from hpc_elastic.options.table import parse
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.convert import Conversion, LineStatus, convert
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values
+from hpc_elastic.options.table import parse
 
 FILES = Path(__file__).resolve().parents[2] / "data" / "sbatch"
 EXPECTED = dict(re.findall(r"^=== (\S+)\n(.*?)(?=^=== |\Z)", (FILES / "commands.txt").read_text(), re.M | re.S))

@@ -6,8 +6,7 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.table import Parsed
+from hpc_elastic.options.table import Parsed, parse
 
 
 def read(*argv: str) -> Parsed:

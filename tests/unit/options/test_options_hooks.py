@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.cli.run import plan_text
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.remarks import plan_text
 from hpc_elastic.options.run_request import ALL_OPTIONS, spec_fields
+from hpc_elastic.options.table import parse
 from hpc_elastic.options.worker_options import parse_notify, parse_setup
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 

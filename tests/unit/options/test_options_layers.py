@@ -15,12 +15,11 @@ import hpc_elastic
 from hpc_elastic.base import files
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import config_files, job_options, worker_options
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.config_files import Layer
 from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import NOT_SETTINGS, Resolved, arguments, configured_runs_dir, resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, check_values, default_of
-from hpc_elastic.options.table import Keys, explaining, key_of, variable_of
+from hpc_elastic.options.table import Keys, explaining, key_of, parse, variable_of
 from hpc_elastic.submission.executor import unknown
 
 

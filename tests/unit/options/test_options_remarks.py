@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli.main import main
+from hpc_elastic.cli.run import plan_text, remarks
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import notice_seconds
-from hpc_elastic.options.remarks import plan_text, remarks
 from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec
+from hpc_elastic.options.table import parse
 
 ENV = {"PATH": os.environ.get("PATH", "")}
 
@@ -36,7 +36,7 @@ def remarks_on(here: Path, *argv: str, cluster: str = "slurm") -> list[str]:
     nodes = job_options.asked_nodes(parsed)
     spec = build_spec(parsed, cluster=cluster, nodes=nodes, cwd=here, env=ENV, grace=notice_seconds(parsed))
     job_options.sbatch_options(parsed, nodes=nodes, job_name="x", grace=120)
-    return list(remarks(parsed, spec, ALL_OPTIONS, env=ENV))
+    return list(remarks(parsed, spec, env=ENV))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from msgspec.structs import fields
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.sbatch import (
     AS_IT_IS,
     FORMS,
@@ -17,7 +16,7 @@ from hpc_elastic.options.sbatch import (
     sbatch_arguments,
     sbatch_line,
 )
-from hpc_elastic.options.table import Keys
+from hpc_elastic.options.table import Keys, parse
 from hpc_elastic.slurm.batch_script import literal_path, load_template, render_script
 
 OURS = ["--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR2@120"]

@@ -8,9 +8,8 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.table import Parsed
-from hpc_elastic.options.template import asked_by, read_template
+from hpc_elastic.options.run_request import asked_by, read_template
+from hpc_elastic.options.table import Parsed, parse
 
 TEXT = """#!/bin/bash
 #SBATCH -N 4 --time=1:00:00 --licenses matlab:2 --no-requeue

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, spec_fields
+from hpc_elastic.options.table import parse
 from hpc_elastic.run.log_pieces import PieceLimit
 from hpc_elastic.run.option_values import Check, GrowPolicy, MetricsTarget
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.options.run_request import check_template, sbatch_words
 from hpc_elastic.options.sbatch import SbatchOptions
-from hpc_elastic.options.template import check_template, sbatch_words
 from hpc_elastic.slurm.batch_script import load_template, render_script
 
 GOOD = """#!/bin/bash -l
