@@ -20,9 +20,9 @@ from hpc_elastic.agent.part import Part
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.loop import Waker
 from hpc_elastic.base.text import size_text
+from hpc_elastic.checkpoints.copying import ReplicaServer, Replicator, send_part
 from hpc_elastic.checkpoints.layout import START_VARIABLE, NodePart, NodePlace
 from hpc_elastic.checkpoints.node import NodeCheckpoints
-from hpc_elastic.checkpoints.replicas import ReplicaServer, Replicator, send_part
 from hpc_elastic.errors import UnsafePathError, UsageError, describe_error
 from hpc_elastic.rendezvous.state import RoundRecord, Status, host_of
 from hpc_elastic.run.agent_events import CheckpointNotCommitted

@@ -17,8 +17,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.run.paths import AttemptInfo
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.store.base import Store, StoreFullError
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, Store, StoreFullError
 from hpc_elastic.store.notifier import Notifier, open_notifier
 
 

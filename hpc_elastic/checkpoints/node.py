@@ -2,13 +2,15 @@
 
 Every step is over files alone and can be cut off anywhere: the next call, or the next agent, goes on from what is
 there. The node with group rank 0 opens the folder of the checkpoint that is copied next; each node copies its part;
-whoever sees all parts commits. No node writes more than its own files and two small records for a checkpoint.
+whoever sees all parts commits. No node writes more than its own files and two small records for a checkpoint. Which
+checkpoint is next, what is removed, and what restarted workers continue from, are decided by pure functions.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,12 +19,68 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import ask_about, make_private_dir
 from hpc_elastic.checkpoints import layout
 from hpc_elastic.checkpoints.copying import CopyError, commit, copy_part, manifest_path
-from hpc_elastic.checkpoints.decide import choose_start, next_target, removable_parts, removable_steps
-from hpc_elastic.checkpoints.layout import COPY, DIRTY, REPLICA, TARGET, WHOLE, NodePart, NodePlace, Saving
+from hpc_elastic.checkpoints.layout import (
+    COPY,
+    DIRTY,
+    REPLICA,
+    TARGET,
+    WHOLE,
+    Choice,
+    NodePart,
+    NodePlace,
+    NodeReport,
+    Saving,
+)
 from hpc_elastic.checkpoints.worker import settle
 from hpc_elastic.run.agent_events import CheckpointChosen, CheckpointCommitted, CheckpointNotCommitted
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.spec import RunSpec
+
+
+def next_target(whole: Collection[NodePart], *, committed: int, dead: AbstractSet[Saving]) -> Saving | None:
+    """`committed` is the newest committed step, -1 without one; `dead`: some node has not its part."""
+    found = [part.saving for part in whole if part.saving.step > committed and part.saving not in dead]
+    return max(found, default=None)
+
+
+def removable_parts(
+    whole: Collection[NodePart], *, is_settled: bool, committed: int, kept: Collection[Saving]
+) -> list[NodePart]:
+    """A rank enters a step's `checkpoint_dir` after all ranks have left the one before: the newest whole part is whole
+    everywhere once a later one is begun (`is_settled`); until then the one before it is needed, too. `kept`: being
+    copied, or so new that the leader may choose it next.
+    """
+    order = sorted(whole)
+    needed = order[-1:] if is_settled or (order and order[-1].saving.step <= committed) else order[-2:]
+    return [part for part in order if part not in needed and part.saving not in kept]
+
+
+def removable_steps(steps: Collection[int], *, keep: int, protected: Collection[int]) -> list[int]:
+    """Committed steps beyond the newest `keep`; never the newest one, nor one that workers may be reading."""
+    return sorted(step for step in sorted(steps)[: -max(1, keep)] if step not in protected)
+
+
+def choose_start(reports: Sequence[NodeReport], committed: Saving | None) -> tuple[Choice, Saving | None]:
+    """Returns a newer checkpoint that could be committed first, too: all its parts are there, but a rank may have to
+    read a file that another node has. `reports`: of all members, in the order of their group ranks.
+    """
+    fallback = Choice(saving=committed)
+    known = {part.saving for report in reports for part in (*report.whole, *report.copies)}
+    for saving in sorted(known, reverse=True):
+        if committed is not None and saving.step <= committed.step:
+            break
+        held = {part.index for report in reports for part in (*report.whole, *report.copies) if part.saving == saving}
+        if held != set(range(saving.count)):
+            continue
+        own = [
+            dict(zip(report.whole, report.shapes, strict=False)).get(NodePart(saving, k))
+            for k, report in enumerate(reports)
+        ]
+        if saving.count == len(reports) and own[0] and len(set(own)) == 1:
+            return Choice(saving=saving, is_committed=False), None
+        return fallback, saving
+    return fallback, None
+
 
 REPORT_SECONDS = 60.0
 """Longest wait for the others' reports; a node without one has nothing."""

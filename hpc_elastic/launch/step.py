@@ -27,8 +27,7 @@ from hpc_elastic.launch.slurm_site import SlurmSite
 from hpc_elastic.run.paths import AttemptInfo, RunPaths
 from hpc_elastic.run.spec import RunSpec, Runtime
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
-from hpc_elastic.store.base import StoreError
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, StoreError
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
 FOLDER = ".steps"

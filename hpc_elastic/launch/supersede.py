@@ -31,8 +31,7 @@ from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, n
 from hpc_elastic.run.paths import AttemptPaths, ExitCode, Outcome, StoredResult
 from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.notation import compress
-from hpc_elastic.store.base import Store
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, Store
 from hpc_elastic.store.notifier import Notifier, read_secret
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, Platf
 from hpc_elastic.run.events import EventLog, RunEvent
 from hpc_elastic.run.paths import AttemptInfo, Outcome
 from hpc_elastic.run.supervisor_events import EndTakenOver, SignalReceived
-from hpc_elastic.store.base import StoreWipedError
+from hpc_elastic.store.file_store import StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.store.base import StoreError
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, StoreError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 
 _FOLDER = "kv"

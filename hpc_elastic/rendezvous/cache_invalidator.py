@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from hpc_elastic.rendezvous.claims import Claims, claim_folder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 
 FIRST_SECONDS = 1.1
 """The longest tick of the filesystems in use, and a little."""

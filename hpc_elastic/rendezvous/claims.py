@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, node_of
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 
 C = TypeVar("C", bound=Struct)
 

@@ -24,7 +24,7 @@ from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, node_of
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning
 from hpc_elastic.run.events import RunEvent
-from hpc_elastic.store.base import Store, StoreFullError, StoreRefusedError
+from hpc_elastic.store.file_store import Store, StoreFullError, StoreRefusedError
 from hpc_elastic.store.notifier import Notifier
 
 WORTH_TELLING = 1.0

@@ -21,7 +21,7 @@ from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, newest_by_node
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 
 END_PATIENCE = 5.0
 """Seconds in which the supervisor has to claim the end."""

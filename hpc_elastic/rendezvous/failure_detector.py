@@ -23,7 +23,7 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock, Staleness
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.schedule import PollIntervals
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.membership import Membership, RoundResult
 from hpc_elastic.rendezvous.run_folder import EpochSweep, RunFolder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.paths import Outcome
-from hpc_elastic.store.base import StoreFullError
+from hpc_elastic.store.file_store import StoreFullError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.paths import Outcome
-from hpc_elastic.store.base import Store, StoreWipedError
+from hpc_elastic.store.file_store import Store, StoreWipedError
 
 _KEY = "epoch/id"
 

@@ -29,7 +29,7 @@ from hpc_elastic.rendezvous.succession import NodesCutOff, Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.run.coordinator_events import RoundOpened
 from hpc_elastic.run.events import CoordinatorEvent, RunEvent
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.notifier import Notifier
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from hpc_elastic.rendezvous.state import RoundRecord, Status, decode_record, members_elsewhere
-from hpc_elastic.store.base import Store, StoreFullError
+from hpc_elastic.store.file_store import Store, StoreFullError
 
 KEPT_RECORDS = 32
 RESERVE = "reserve"

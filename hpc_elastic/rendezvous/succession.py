@@ -15,7 +15,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo, notifier_of
 from hpc_elastic.rendezvous.schedule import LOOK_AT_ONCE, PollIntervals
 from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status, node_of, supersedes
 from hpc_elastic.run.events import RunEvent
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from hpc_elastic.rendezvous.claims import claim_folder
 from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.store.base import Store, StoreError
+from hpc_elastic.store.file_store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 

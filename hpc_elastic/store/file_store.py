@@ -1,7 +1,11 @@
-"""The store as files: exclusive creation of names that are never used twice, listings, and cells rewritten in place.
+"""The store, as files: the few operations that hold on every shared filesystem.
 
-Those are the only operations that held on ext4, GlusterFS, MooseFS, CephFS, NFSv3 and sshfs alike; what did not (locks,
-O_APPEND, replacing a file by rename, comparing times) is not used.
+Keys are ``folder/name`` or ``folder/sub/name``; no key is ever used again for another value, so nobody can mistake an
+old value for a new one. Values are text of at least one character.
+
+As files these are exclusive creation of names that are never used twice, listings, and cells rewritten in place: the
+only operations that held on ext4, GlusterFS, MooseFS, CephFS, NFSv3 and sshfs alike; what did not (locks, O_APPEND,
+replacing a file by rename, comparing times) is not used.
 
 - A value is a symbolic link whose target text is the value: one operation on the server, whole or not there, no fsync.
   A longer value, or a filesystem without symlinks, takes a hard link to a temporary file; where there are no hard links
@@ -19,11 +23,88 @@ import stat
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from hpc_elastic.base.clock import Clock, pause
-from hpc_elastic.base.files import check_private_dir, make_private_dir, read_bytes
+from hpc_elastic.base.files import check_private_dir, make_private_dir, names_in, read_bytes
 from hpc_elastic.base.loop import FULL, is_refusal
-from hpc_elastic.store.base import Store, StoreError, StoreFullError
+from hpc_elastic.errors import HpcElasticError
+
+
+class StoreError(HpcElasticError):
+    """The store can't do what was asked, and trying again won't help."""
+
+    template = "store {root}: {why}"
+
+
+class StoreFullError(StoreError):
+    """A disk or a quota is full: nothing was written, and nothing can be until there is room."""
+
+
+class StoreRefusedError(StoreError):
+    """The filesystem has refused every access for longer than anything waits for it."""
+
+    template = "the filesystem of the run directory has refused for {seconds:.0f} s: {why}"
+
+
+class StoreWipedError(StoreError):
+    """The store that this participant joined is gone or was replaced: going on could contradict what others read."""
+
+    template = (
+        "the run's store {root} {why} while the run was in progress, and it can't continue without it; "
+        "start the run again, and exclude this folder from automatic clean-up"
+    )
+
+
+class Store(Protocol):
+    """Values that are written once, cells that one owner rewrites, and listings.
+
+    Any method may raise OSError for a passing fault of the filesystem; the caller tries again at its next step.
+    """
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        """Give `key` its value, once and for good.
+
+        Returns whether `key` now holds `value`: true also when an earlier try of the same caller had worked although it
+        looked like a failure (a lost reply). Where StoreFullError or StoreError is raised, nothing was written.
+        """
+
+    def get(self, key: str) -> str | None:
+        """The value of `key`, or None where there is none yet (or it can't be read whole yet).
+
+        Of a cell: maybe an older value, and on GlusterFS for as long as it is not rewritten once more; `version` tells.
+        """
+
+    def list(self, folder: str) -> list[str]:
+        """The names in `folder`, in no order, fresh from the server; empty where the folder is not there.
+
+        On a server whose times are coarse, what changed within one tick (up to a second) of the last look may be missed
+        until the next change; a client that caches by time alone (sshfs) shows what others changed that much later:
+        `invalidate` before what must not be missed.
+        """
+
+    def version(self, key: str) -> str | None:
+        """A value that changes with each `overwrite` of a cell, also with one that found no room; None: no cell."""
+
+    def overwrite(self, key: str, value: str) -> None:
+        """Rewrite a cell of one's own. One writer per cell; readers may see the old value for a while."""
+
+    def delete(self, key: str) -> None:
+        """Remove a key that nobody will look for again, or an empty folder; one that is not empty stays."""
+
+    def invalidate(self, folder: str) -> None:
+        """Make caches of `folder` expire: this client's at once, all others' when the server's clock has ticked.
+
+        Called before a decision that depends on something's absence, and now and then while waiting for something.
+        """
+
+    def make_folder(self, folder: str) -> None:
+        """Create a folder before anybody looks into it: one that is missing is asked for again and again."""
+
+    def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
+        """`get` for each of `keys`; several at a time where many round trips cost more than one."""
+        return [self.get(key) for key in keys]
+
 
 LONGEST_SYMLINK = 900
 """Bytes of a value that still goes into a symlink: XFS takes 1,023 bytes with the checksum."""
@@ -49,7 +130,7 @@ class FileStore(Store):
         UnsafePathError: the folder is a link, another user's, or open to others.
         """
         make_private_dir(root)
-        self._root = os.fspath(root)
+        self.root = os.fspath(root)
         self._clock = clock
         self._largest = largest
         self._folders: set[str] = set()
@@ -66,9 +147,9 @@ class FileStore(Store):
                 return True
             except OSError as error:
                 if error.errno in FULL:
-                    raise StoreFullError(root=self._root, why=f"can't create {key}: {error.strerror}") from error
+                    raise StoreFullError(root=self.root, why=f"can't create {key}: {error.strerror}") from error
                 if error.errno in _HOPELESS:
-                    raise StoreError(root=self._root, why=f"can't create {key}: {error.strerror}") from error
+                    raise StoreError(root=self.root, why=f"can't create {key}: {error.strerror}") from error
                 failure = error
                 if error.errno == errno.ENOENT:
                     self._folders.discard(os.path.dirname(key))
@@ -78,7 +159,7 @@ class FileStore(Store):
             if found is not None:
                 return found == value
         if self._is_full():
-            raise StoreFullError(root=self._root, why=f"can't create {key}: {os.strerror(errno.ENOSPC)}")
+            raise StoreFullError(root=self.root, why=f"can't create {key}: {os.strerror(errno.ENOSPC)}")
         assert failure is not None
         raise failure
 
@@ -114,7 +195,7 @@ class FileStore(Store):
     def _is_full(self) -> bool:
         """Return whether there is no room, for filesystems that give no reason when they refuse (sshfs)."""
         try:
-            room = os.statvfs(self._root)
+            room = os.statvfs(self.root)
         except OSError:
             return False
         return room.f_bavail == 0 or (room.f_files > 0 and room.f_favail == 0)
@@ -189,10 +270,10 @@ class FileStore(Store):
             except OSError as error:
                 if error.errno not in _GONE:
                     raise
-                is_stale_root = error.errno == errno.ESTALE and folder == self._root
+                is_stale_root = error.errno == errno.ESTALE and folder == self.root
             if is_stale_root:
                 _ask_mount(folder)
-            if again or folder == self._root or not self._ask_about(os.path.dirname(folder)):
+            if again or folder == self.root or not self._ask_about(os.path.dirname(folder)):
                 break
         return False
 
@@ -204,10 +285,10 @@ class FileStore(Store):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-                raise StoreError(root=self._root, why=f"{path} is not a file of ours")
+                raise StoreError(root=self.root, why=f"{path} is not a file of ours")
             if self._largest is not None and info.st_size > self._largest:
                 why = f"{path} has {info.st_size} bytes; no entry has more than {self._largest}"
-                raise StoreError(root=self._root, why=why)
+                raise StoreError(root=self.root, why=why)
             chunks = []
             while chunk := os.read(fd, 1 << 20):
                 chunks.append(chunk)
@@ -280,7 +361,7 @@ class FileStore(Store):
         # second. A client that changes the folder itself forgets what it knew; the others do when the tick is over.
         path = self._path(folder)
         missing = not self._invalidate(path)
-        while missing and path != self._root:
+        while missing and path != self.root:
             path = os.path.dirname(path)
             missing = not self._invalidate(path)
 
@@ -298,21 +379,17 @@ class FileStore(Store):
             os.unlink(name)  # also after an error: the reply may have been lost
         return True
 
-    @property
-    def root(self) -> str:
-        return self._root
-
     def check(self) -> None:
         """Refuse to go on over a store that was put in this one's place: UnsafePathError, FileNotFoundError."""
-        check_private_dir(Path(self._root))
+        check_private_dir(Path(self.root))
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{key}"
+        return f"{self.root}/{key}"
 
     def make_folder(self, folder: str) -> None:
         if not folder or folder in self._folders:
             return
-        at = self._root
+        at = self.root
         for part in folder.split("/"):
             at = f"{at}/{part}"
             with contextlib.suppress(FileExistsError):
@@ -324,7 +401,7 @@ class FoldedStore(FileStore):
     """The store of a run that is over, to be read where its values were folded (`run.fold`). It is never created."""
 
     def __init__(self, root: Path, *, clock: Clock, largest: int) -> None:
-        self._root = os.fspath(root)
+        self.root = os.fspath(root)
         self._clock = clock
         self._largest = largest
 
@@ -336,8 +413,6 @@ class FoldedStore(FileStore):
             return None
 
     def list(self, folder: str) -> builtins.list[str]:
-        from hpc_elastic.base.files import names_in  # no agent needs it
-
         try:
             return [name for name in names_in(self._path(folder)) if name[0] != "."]
         except FileNotFoundError:

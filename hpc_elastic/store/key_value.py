@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.loop import repeat
-from hpc_elastic.store.base import Store, StoreError
+from hpc_elastic.store.file_store import Store, StoreError
 
 KEPT_VERSIONS = 1024
 """Versions of each key. A writer that was stopped while that many others wrote gets an error, instead of writing into

@@ -21,8 +21,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.store import file_store
-from hpc_elastic.store.base import StoreError, StoreFullError
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, StoreError, StoreFullError
 from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject, wait_for_second
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
@@ -201,7 +200,7 @@ def test_a_lost_reply_is_no_loss(
     assert files.put_if_absent("log/1", "mine") is True
     assert files.get("log/1") == "mine"
     assert fs.calls.count(create) == 1, "not tried again"
-    assert not [name for name in os.listdir(Path(files._root) / "log") if name.startswith(".")], "nothing left behind"
+    assert not [name for name in os.listdir(Path(files.root) / "log") if name.startswith(".")], "nothing left behind"
 
 
 def test_a_lost_reply_is_no_loss_even_where_the_first_look_fails_too(plain_fs: Filesystem, tmp_path: Path) -> None:
@@ -398,7 +397,7 @@ def test_a_torn_file_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_garbage_is_not_there_yet(files: FileStore) -> None:
     files.put_if_absent("log/1", "v")
-    folder = Path(files._root) / "log"
+    folder = Path(files.root) / "log"
     for name, raw in (("2", b""), ("3", b"\xff\xfe\x00"), ("4", b"00000000 wrong"), ("5", b"nochecksum")):
         (folder / name).write_bytes(raw)
         assert files.get(f"log/{name}") is None
@@ -424,13 +423,13 @@ def test_no_room_is_told_at_once_and_leaves_nothing(fs: Filesystem, files: FileS
         files.put_if_absent("log/2", "v" * 100)
     assert os.strerror(number) in str(caught.value)
     assert isinstance(caught.value, StoreFullError) == (number != errno.EROFS)
-    assert os.listdir(Path(files._root) / "log") == ["1"]
+    assert os.listdir(Path(files.root) / "log") == ["1"]
 
 
 def test_a_cell_on_a_full_disk_still_shows_that_its_owner_lives(fs: Filesystem, files: FileStore) -> None:
     """On a filesystem that never writes in place (btrfs, ZFS) a full disk refuses this too; a time it can set."""
     files.overwrite("hb/a", "1 abcd")
-    os.utime(Path(files._root) / "hb/a", ns=(0, 0))
+    os.utime(Path(files.root) / "hb/a", ns=(0, 0))
     before = files.version("hb/a")
     fs.hooks["pwrite"] = Filesystem.refuse(errno.ENOSPC)
     files.overwrite("hb/a", "2 abcd")
@@ -446,14 +445,14 @@ def test_a_cell_that_can_not_be_written_is_told(fs: Filesystem, files: FileStore
 
 def test_a_folder_that_was_removed_meanwhile_is_made_again(files: FileStore) -> None:
     files.put_if_absent("round/000001/join+a", "in")
-    os.unlink(Path(files._root) / "round/000001/join+a")
-    os.rmdir(Path(files._root) / "round/000001")
+    os.unlink(Path(files.root) / "round/000001/join+a")
+    os.rmdir(Path(files.root) / "round/000001")
     assert files.put_if_absent("round/000001/join+a", "in") is True
 
 
 def test_names_with_a_dot_first_are_nobodys(files: FileStore) -> None:
     files.put_if_absent("log/1", "v" * 2000)  # by a temporary file, also where there are symlinks
-    folder = Path(files._root) / "log"
+    folder = Path(files.root) / "log"
     (folder / ".nfs000000000001").touch()  # what NFS makes of a file that was removed while open
     (folder / ".0123456789abcdef").touch()
     assert files.list("log") == ["1"]
@@ -543,7 +542,7 @@ def test_another_users_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_fifo_in_place_of_a_value_holds_nobody_up(files: FileStore) -> None:
     files.put_if_absent("log/1", "v")
-    os.mkfifo(Path(files._root) / "log/2")
+    os.mkfifo(Path(files.root) / "log/2")
     with pytest.raises(StoreError, match="is not a file of ours"):
         files.get("log/2")
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.store.base import StoreError
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, StoreError
 from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject
 from tests.rigs.network_mounts import KINDS, NetworkMounts, started_together
 

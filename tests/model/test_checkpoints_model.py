@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.checkpoints.copying import Replicator
 from hpc_elastic.checkpoints.layout import (
     COPY,
     INDEX_NAME,
@@ -26,7 +27,6 @@ from hpc_elastic.checkpoints.layout import (
     targets_in,
 )
 from hpc_elastic.checkpoints.node import DEAD_SECONDS, FLUSH_SECONDS, NodeCheckpoints
-from hpc_elastic.checkpoints.replicas import Replicator
 from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
 from hpc_elastic.run.agent_events import CheckpointNotCommitted
 from hpc_elastic.run.events import RunEvent

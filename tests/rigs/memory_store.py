@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 
 
 class MemoryStore(Store):

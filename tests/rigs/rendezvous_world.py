@@ -29,7 +29,7 @@ from hpc_elastic.rendezvous.state import (
     supersedes,
 )
 from hpc_elastic.run.events import RunEvent
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.notifier import Address
 from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock

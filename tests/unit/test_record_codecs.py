@@ -25,7 +25,7 @@ import hpc_elastic
 from hpc_elastic.agent import health_gpu
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.base import codec
-from hpc_elastic.checkpoints.replicas import Header
+from hpc_elastic.checkpoints.copying import Header
 from hpc_elastic.doctor.findings import ProbeSettings
 from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.evidence import read_failure, write_evidence

@@ -37,7 +37,7 @@ from hpc_elastic.run.activities import Activity, Doing, HangSettings, OnHang, Ra
 from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
-from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.file_store import StoreError
 from hpc_elastic.workers.spawn import EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.stop import Survivor
 from tests.rigs.agent_site import make_site

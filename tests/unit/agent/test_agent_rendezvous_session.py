@@ -17,7 +17,7 @@ from hpc_elastic.agent.rendezvous_session import (
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.coordination import RendezvousSession
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.store.base import StoreFullError
+from hpc_elastic.store.file_store import StoreFullError
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.checkpoints.decide import choose_start, next_target, removable_parts, removable_steps
 from hpc_elastic.checkpoints.layout import NodePart, NodeReport, Saving
+from hpc_elastic.checkpoints.node import choose_start, next_target, removable_parts, removable_steps
 
 
 def saving(step: int, round_index: int = 0, count: int = 2) -> Saving:

@@ -11,8 +11,8 @@ import pytest
 
 from hpc_elastic.base.codec import dumps
 from hpc_elastic.base.digests import Mac
+from hpc_elastic.checkpoints.copying import Channel, Header, ReplicaRefusedError, ReplicaServer, send_part
 from hpc_elastic.checkpoints.layout import COPY, NodePart, Saving, files_of
-from hpc_elastic.checkpoints.replicas import Channel, Header, ReplicaRefusedError, ReplicaServer, send_part
 
 SECRET = b"s" * 32
 PART = NodePart(Saving(20, 0, 0, 2), 1)

@@ -23,7 +23,7 @@ from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run
 from hpc_elastic.rendezvous.proposals import to_event
 from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status
 from hpc_elastic.run.paths import STORE_LOST_CODE, Outcome
-from hpc_elastic.store.base import StoreError, StoreWipedError
+from hpc_elastic.store.file_store import StoreError, StoreWipedError
 from tests.rigs.supervisor_stage import TICK, Stage
 
 # -- who finishes the attempt

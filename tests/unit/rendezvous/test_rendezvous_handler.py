@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from hpc_elastic.rendezvous.run_folder import RunFolder, safe_name
-from hpc_elastic.store.base import StoreFullError
+from hpc_elastic.store.file_store import StoreFullError
 from tests.rigs.rendezvous_handlers import HandlerRig, at_most
 from tests.rigs.waiting import until
 

@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
-from hpc_elastic.store.base import StoreWipedError
+from hpc_elastic.store.file_store import StoreWipedError
 from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore, SpyStore

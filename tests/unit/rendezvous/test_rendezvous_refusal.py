@@ -10,7 +10,7 @@ import pytest
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.loop import is_refusal
 from hpc_elastic.rendezvous.coordination import ALONE_SECONDS, RefusalWatch
-from hpc_elastic.store.base import StoreFullError
+from hpc_elastic.store.file_store import StoreFullError
 
 EACCES = OSError(errno.EACCES, "Permission denied", b"/runs/store/hb/1")
 PEER = {"b"}

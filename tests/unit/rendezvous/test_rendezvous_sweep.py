@@ -18,7 +18,7 @@ from hpc_elastic.rendezvous.sweep import (
     Sweep,
     old_rounds,
 )
-from hpc_elastic.store.base import StoreWipedError
+from hpc_elastic.store.file_store import StoreWipedError
 from tests.rigs.memory_store import MemoryStore, SpyStore
 from tests.rigs.rendezvous_world import World
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.store import key_value
-from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.file_store import StoreError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
