@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli.config import read_command_line
+from hpc_elastic.cli.main import print_note
 from hpc_elastic.cli.run import create_run_in_job, nodes_of
-from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import run_batch
 from hpc_elastic.launch.run_directory import why_not_shared

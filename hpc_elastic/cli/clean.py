@@ -19,8 +19,8 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.text import plural, size_text
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.list_runs import STATES, asked_states, folders_of_runs, states_of
+from hpc_elastic.cli.main import is_terminal, print_note
 from hpc_elastic.cli.run_argument import RUN_HELP, RUNS_DIR, complete_runs, find_run_dir
-from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.cli.status import duration
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status, silent_for

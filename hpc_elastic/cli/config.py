@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.main import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.config_files import Layer
 from hpc_elastic.options.job_options import SBATCH_VARIABLES

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import click
 
 from hpc_elastic.base.text import fit, plural
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.main import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.convert import convert
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values

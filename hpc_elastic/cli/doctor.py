@@ -18,9 +18,8 @@ from msgspec import to_builtins
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.cli.config import read_command_line
-from hpc_elastic.cli.follow import show_to_end
-from hpc_elastic.cli.screen import print_note
-from hpc_elastic.cli.wait import ASK_SLURM_EVERY, SlurmWatch
+from hpc_elastic.cli.follow import ASK_SLURM_EVERY, SlurmWatch, show_to_end
+from hpc_elastic.cli.main import print_note
 from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
 from hpc_elastic.doctor.host import check_host, judge_pythons, look_at_python
 from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, judge_nodes, plan_job, unfinished

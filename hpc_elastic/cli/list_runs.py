@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.text import fit, plural
+from hpc_elastic.base.text import duration, fit, plural
 from hpc_elastic.cli import run_job
+from hpc_elastic.cli.main import is_terminal, print_note, width_for
 from hpc_elastic.cli.run_argument import RUNS_DIR, runs_folder
-from hpc_elastic.cli.screen import is_terminal, print_note, width_for
-from hpc_elastic.cli.status import LINE_HEAD, status_json, status_line
+from hpc_elastic.cli.status import LINE_HEAD, read_goodput, status_json, status_line
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
+from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR, account_runs, array_tasks
 from hpc_elastic.run.paths import Outcome, RunPaths
 
 if TYPE_CHECKING:
-    from hpc_elastic.cli.goodput import MeasuredRuns
+    from hpc_elastic.report.goodput import Goodput
 
 MOST = 20
 STATES = (*(state.value for state in RunState), *(outcome.value for outcome in Outcome))
@@ -53,11 +54,7 @@ def run(args: SimpleNamespace) -> int:
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     shown = seen = 0
-    measured = None
-    if args.goodput:
-        from hpc_elastic.cli.goodput import MeasuredRuns
-
-        measured = MeasuredRuns()
+    measured = MeasuredRuns() if args.goodput else None
     # A program that reads it gets whole lines.
     width = width_for(sys.stdout) if is_terminal(sys.stdout) else None
     runs = runs_in(folders)
@@ -128,6 +125,43 @@ def runs_in(folders: Sequence[Path]) -> Iterator[RunPaths]:
         if paths.run_json.is_file():
             tasks = array_tasks(paths)
             yield from map(paths.task, tasks) if tasks else (paths,)
+
+
+class MeasuredRuns:
+    HEAD = f"{'goodput':<8}  {'of':<13}  run"
+
+    def __init__(self) -> None:
+        self._found: list[Goodput] = []
+
+    def read(self, status: RunStatus) -> Goodput | None:
+        found = read_goodput(Path(status.run_dir))
+        self._found += [found] if found is not None else []
+        return found
+
+    def line(self, status: RunStatus, goodput: Goodput | None) -> str:
+        """A run's line: the largest part first, what is below a tenth of a percent left out."""
+        from hpc_elastic.report.goodput import describe_goodput
+
+        if goodput is None:
+            return one_line(f"{'-':<8}  {'-':<13}  {status.run_id}  it took less than a minute, or nothing is known")
+        parts = sorted(describe_goodput(goodput)[1:], key=lambda part: -part[2])
+        least = 0.0005 * goodput.wall
+        shown = [f"{100 * seconds / goodput.wall:.1f} % {what}" for _, what, seconds in parts if seconds >= least]
+        shown += [] if goodput.steps_known else [f"uptime of the processes, since {goodput.why_unknown}"]
+        return one_line(f"{_share(goodput.share or 0.0, goodput.wall)}  {status.run_id}  {', '.join(shown)}")
+
+    def of_all(self) -> str:
+        if len(self._found) < 2:
+            return ""
+        wall = sum(one.wall for one in self._found)
+        useful = sum((one.share or 0.0) * one.wall for one in self._found)
+        without = sum(1 for one in self._found if not one.steps_known)
+        by_uptime = f", {without} of them by uptime" if without else ""
+        return f"{_share(useful / wall, wall)}  all {plural(len(self._found), 'run')} together{by_uptime}"
+
+
+def _share(share: float, wall: float) -> str:
+    return f"{f'{100 * share:.1f} %':>7}   {duration(wall):<13}"
 
 
 def _end(measured: MeasuredRuns | None, *, as_json: bool) -> None:

@@ -14,8 +14,8 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.text import time_text
 from hpc_elastic.cli.follow import follow_to_end
+from hpc_elastic.cli.main import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.cli.run_argument import AskedRun, asked_nodes
-from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_reader import FollowedFiles
 from hpc_elastic.output.terminal import harmless

@@ -1,13 +1,17 @@
-"""``hpc-elastic SUBCOMMAND``: imports that subcommand's module alone, and turns what goes wrong into an exit code."""
+"""``hpc-elastic SUBCOMMAND``: imports that subcommand's module alone, and turns what goes wrong into an exit code.
+
+What subcommands print by is here too: colours, width, notes on stderr, and standard output that can't be written.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hpc_elastic import __version__
 from hpc_elastic.errors import HpcElasticError, UsageError
@@ -80,8 +84,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        from hpc_elastic.cli.screen import leave_output
-
         leave_output()  # its reader has gone (`| head`)
         return _BROKEN_PIPE
     except OSError as error:
@@ -89,8 +91,6 @@ def main(argv: Sequence[str]) -> int:
         if error.filename is None and (gone := _why_nowhere(error)) is not None:
             return _print_error(UsageError(gone), _USAGE)
         if error.filename is None:
-            from hpc_elastic.cli.screen import leave_output, output_failed
-
             if not output_failed(error):
                 raise
             leave_output()
@@ -186,11 +186,7 @@ def _why_nowhere(error: OSError) -> str | None:
 
 
 def _print_error(error: HpcElasticError, code: int) -> int:
-    # On one line, whatever it quotes; never a second failure over a closed stderr.
-    from hpc_elastic.output.terminal import one_line
-
-    with suppress(OSError):
-        sys.stderr.write(f"{PROGRAM}: error: {one_line(' '.join(str(error).splitlines()))}\n")
+    print_note(f"error: {' '.join(str(error).splitlines())}")
     return code
 
 
@@ -202,3 +198,57 @@ def _help() -> str:
         "Fault-tolerant, elastic PyTorch training on Slurm.\n\n" + "\n".join(lines) + "\n\n"
         f"{PROGRAM} SUBCOMMAND --help shows its options. {PROGRAM} --version prints the version.\n"
     )
+
+
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+_RANK_COLOURS = ("36", "35", "33", "34", "32", "96", "95", "94")
+
+
+def wants_colour(stream: TextIO, env: Mapping[str, str]) -> bool:
+    """Colours on a terminal alone: NO_COLOR forbids them, FORCE_COLOR asks for them anywhere, TERM=dumb has none."""
+    if env.get("NO_COLOR"):
+        return False
+    if env.get("FORCE_COLOR"):
+        return env["FORCE_COLOR"] != "0"
+    return env.get("TERM") != "dumb" and is_terminal(stream)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:
+        return False  # it is closed
+
+
+def width_for(stream: TextIO) -> int:
+    from shutil import get_terminal_size
+
+    return get_terminal_size().columns if is_terminal(stream) else 120
+
+
+def painted(text: str, colour: str) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m" if colour else text
+
+
+def rank_colour(rank: int) -> str:
+    return _RANK_COLOURS[rank % len(_RANK_COLOURS)]
+
+
+def print_note(text: str) -> None:
+    """On one line, whatever it quotes; never a second failure over a closed stderr."""
+    from hpc_elastic.output.terminal import one_line
+
+    with suppress(OSError):
+        sys.stderr.write(f"{PROGRAM}: {one_line(text)}\n")
+        sys.stderr.flush()
+
+
+def output_failed(error: OSError) -> bool:
+    """Tell a failed write to standard output: the error names no file."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return error.filename is None and (isinstance(error, BrokenPipeError) or is_full)
+
+
+def leave_output() -> None:
+    """Discard what could not be written; else Python would complain once more at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.cli.config import read_command_line
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.main import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.options import job_options

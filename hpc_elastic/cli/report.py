@@ -16,17 +16,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import sole_owner, write_private
-from hpc_elastic.cli.run_argument import (
-    LAST_HELP,
-    NUMBER,
-    RUN_PARAMETERS,
-    AskedRun,
-    asked_run,
-    check_attempt,
-    check_ranks,
-    parse_numbers,
-)
-from hpc_elastic.cli.screen import (
+from hpc_elastic.cli.main import (
     BOLD,
     DIM,
     GREEN,
@@ -37,6 +27,16 @@ from hpc_elastic.cli.screen import (
     print_note,
     wants_colour,
     width_for,
+)
+from hpc_elastic.cli.run_argument import (
+    LAST_HELP,
+    NUMBER,
+    RUN_PARAMETERS,
+    AskedRun,
+    asked_run,
+    check_attempt,
+    check_ranks,
+    parse_numbers,
 )
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.output.terminal import one_line

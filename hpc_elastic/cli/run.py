@@ -16,7 +16,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import ask_interpreter
 from hpc_elastic.base.text import plural
 from hpc_elastic.cli.config import read_command_line
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.main import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
 from hpc_elastic.launch.run_directory import (

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.files import read_json
 from hpc_elastic.base.text import range_bounds, ranges
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.main import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR
 from hpc_elastic.run.paths import RUN_ID, AttemptPaths, RunPaths, attempt_number

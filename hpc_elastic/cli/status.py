@@ -18,8 +18,8 @@ from msgspec import to_builtins
 from hpc_elastic.base.clock import Clock, SystemClock, pause
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.cli import run_job
+from hpc_elastic.cli.main import is_terminal, output_failed, print_note, width_for
 from hpc_elastic.cli.run_argument import LAST_HELP, RUN_PARAMETERS
-from hpc_elastic.cli.screen import is_terminal, output_failed, print_note, width_for
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import nodes_differ
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
@@ -146,8 +146,6 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
     # Without steps it is in the report; and a screen that is redrawn every few seconds reads no events for it.
     goodput = None
     if status.steps is not None and not clears:
-        from hpc_elastic.cli.goodput import read_goodput
-
         goodput = read_goodput(Path(status.run_dir))
     if as_json:
         sys.stdout.write(json.dumps(status_json(status, job, seconds_left=left, goodput=goodput)) + "\n")
@@ -161,6 +159,18 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
             lines = [wrapper.fill(line) for line in lines]
         sys.stdout.write((_CLEAR if clears else "") + "\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def read_goodput(root: Path) -> Goodput | None:
+    """By the run's events, with the report's one accounting."""
+    from hpc_elastic.report.collect import collect_run
+    from hpc_elastic.report.goodput import goodput_of, is_worth_showing
+
+    try:
+        found = goodput_of(collect_run(root))
+    except OSError:
+        return None  # it is being removed, or can't be read
+    return found if is_worth_showing(found) else None
 
 
 def status_lines(
@@ -250,9 +260,11 @@ def status_json(
     shown = {"version": JSON_VERSION, **to_builtins(status), "state": status.state.value, "slurm": slurm}
     if goodput is None:
         return shown
-    from hpc_elastic.cli.goodput import goodput_json
+    from hpc_elastic.report.goodput import describe_goodput
 
-    return {**shown, "goodput": goodput_json(goodput)}
+    parts = {key: seconds for key, _, seconds in describe_goodput(goodput)}
+    known = {"progress": goodput.progress.value, "steps_known": goodput.steps_known}
+    return {**shown, "goodput": {**known, "share": goodput.share, "wall": goodput.wall, "parts": parts}}
 
 
 def _differ(status: RunStatus, job: JobState | None) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.cli.config import read_command_line
-from hpc_elastic.cli.screen import is_terminal, print_note
+from hpc_elastic.cli.main import is_terminal, print_note
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Help, Parsed, explaining
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     # What submits is imported here: a third of a second that ``--help`` has no use for.
     from hpc_elastic.base.clock import SystemClock
-    from hpc_elastic.cli import wait
+    from hpc_elastic.cli.follow import follow, leave
     from hpc_elastic.cli.run import plan_text, remarks
     from hpc_elastic.doctor.slurm_checks import saved_notes
     from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
@@ -96,6 +96,6 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
         if parsed.flag("follow") and tasks:
             print_note(f"each task of an array has its own log, as in: hpc-elastic logs --follow {job}_{tasks[0]}")
         shows_log = parsed.flag("follow") and options.output is None and not tasks
-        return wait.follow(client, job, submission.paths, clock=clock, show_log=shows_log)
+        return follow(client, job, submission.paths, clock=clock, show_log=shows_log)
     except KeyboardInterrupt:
-        return wait.leave(job, submission.paths)
+        return leave(job, submission.paths)

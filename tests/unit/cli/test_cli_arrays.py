@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from hpc_elastic.cli import list_runs, run_job, status, wait
+from hpc_elastic.cli import follow, list_runs, run_job, status
 from hpc_elastic.cli.run_argument import asked_run, find_run_dir
 from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
@@ -193,13 +193,13 @@ def test_a_task_is_cancelled_or_requeued_by_its_own_id(array: RunPaths) -> None:
 
 
 def test_who_waits_for_an_array_gets_the_worst_code_of_all(array: RunPaths) -> None:
-    assert wait.newest_result(array) is None
+    assert follow.newest_result(array) is None
     for task, code in ((3, 0), (4, 93), (5, 1)):
         begin(array.task(task), task, code)
-    assert wait.newest_result(array) is None, "one was requeued, one runs"
+    assert follow.newest_result(array) is None, "one was requeued, one runs"
     for task in (1, 2):
         begin(array.task(task), task, 0, attempt=1)
-    assert wait.newest_result(array) == 93
+    assert follow.newest_result(array) == 93
 
 
 @pytest.mark.parametrize("version", VERSIONS)

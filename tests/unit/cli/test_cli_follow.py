@@ -12,8 +12,7 @@ import pytest
 
 from hpc_elastic.cli import log_events
 from hpc_elastic.cli.follow import SILENT_SECONDS, RunEnd, RunWatch, follow_to_end
-from hpc_elastic.cli.log_follow import LogFollower
-from hpc_elastic.cli.logs import LogChoice, LogPrinter
+from hpc_elastic.cli.logs import LogChoice, LogFollower, LogPrinter
 from hpc_elastic.cli.report import ReportFollower
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.run.index import record

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli.main import main
+from hpc_elastic.cli.main import main, wants_colour
 from hpc_elastic.cli.report import coloured_report
-from hpc_elastic.cli.screen import wants_colour
 from tests.rigs.run_builder import RunBuilder, make_failure
 from tests.rigs.specs import store_result
 

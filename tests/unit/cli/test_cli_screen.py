@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.files import json_text
-from hpc_elastic.cli.main import main
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.main import main, print_note
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 NASTY = "\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202eevil\u2066\u061c\u200e\ufeff\u2028\u200b\x85\x00\r\b"

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.cli import list_runs as list_module
 from hpc_elastic.cli import status as status_module
-from hpc_elastic.cli.main import main
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.main import main, print_note
 from hpc_elastic.cli.status import seconds_left, status_line, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm
 from hpc_elastic.run.index import jobs_of, record

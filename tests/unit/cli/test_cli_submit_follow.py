@@ -10,9 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_elastic.cli import wait
+from hpc_elastic.cli.follow import follow, how_it_ended
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.wait import follow, how_it_ended
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS
 from hpc_elastic.run.index import record
@@ -190,7 +189,7 @@ def test_on_a_terminal_the_log_can_not_steer_it(
 ) -> None:
     store(paths, 0, 0)
     paths.job_log.write_bytes(b"first\n\xc2\x9b2J\x1b[2Jsecond \xff\n")
-    monkeypatch.setattr(wait, "is_terminal", lambda stream: True)
+    monkeypatch.setattr("hpc_elastic.cli.follow.is_terminal", lambda stream: True)
     assert run(paths, Scripted(state("COMPLETED")), show_log=True) == 0
     assert capfdbinary.readouterr().out == b"first\n\\u009b2Jsecond \\xff\n"
 
