@@ -43,7 +43,7 @@ from hpc_elastic.run.events import RunEvent, name_of  # noqa: E402
 
 def _life() -> ModuleType:
     """The in-process restart group's table, without its package: that imports torch."""
-    spec = importlib.util.spec_from_file_location("life", ROOT / "hpc_elastic" / "inprocess" / "life.py")
+    spec = importlib.util.spec_from_file_location("state", ROOT / "hpc_elastic" / "inprocess" / "state.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -116,7 +116,7 @@ SIGNALS_INTRODUCTION = """\
 ## Signals
 
 <!-- Written from here on by docs/generate.py, from the tables in hpc_elastic/launch/signals.py,
-hpc_elastic/rendezvous/state.py, hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/life.py; do not edit. -->
+hpc_elastic/rendezvous/state.py, hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/state.py; do not edit. -->
 
 Slurm sends SIGTERM at the beginning and the end of a preemption's grace time, at the time limit, at a cancel and at a
 requeue. The supervisor asks Slurm about the job (for at most 2 s), and this table decides. *save*: workers get the

@@ -92,7 +92,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ),
             (
                 "hpc_elastic.inprocess.rank_assignment",
-                "inprocess/rank_assignment.py:RankAssignment ShiftRanks FillGaps FilterGroupedByKey",
+                "inprocess/hooks.py:RankAssignment ShiftRanks FillGaps FilterGroupedByKey",
             ),
             ("hpc_elastic.inprocess.abort", "inprocess/abort.py:Abort AbortTorchDistributed"),
             ("hpc_elastic.inprocess.store", "inprocess/store.py:TCPStore FileStore SharedFileStore PrefixStore"),

@@ -17,11 +17,9 @@ from __future__ import annotations
 import sys
 
 from hpc_elastic.inprocess import abort as abort
-from hpc_elastic.inprocess import hooks, state
+from hpc_elastic.inprocess import hooks, iterations, state
 from hpc_elastic.inprocess import monitor_process as monitor_process
-from hpc_elastic.inprocess import monitor_thread as monitor_thread
 from hpc_elastic.inprocess import progress_watchdog as progress_watchdog
-from hpc_elastic.inprocess import rank_assignment as rank_assignment
 from hpc_elastic.inprocess import store as store
 from hpc_elastic.inprocess import tools as tools
 from hpc_elastic.inprocess.hooks import Compose as Compose
@@ -29,10 +27,13 @@ from hpc_elastic.inprocess.wrap import CallWrapper as CallWrapper
 from hpc_elastic.inprocess.wrap import Wrapper as Wrapper
 
 attribution = exception = state
-compose = finalize = health_check = initialize = rank_filter = hooks
+compose = finalize = health_check = initialize = rank_assignment = rank_filter = hooks
+monitor_thread = iterations
 
 # The extension has a module for each of these: a script that imports from one of them need not be changed either.
 sys.modules |= {f"{__name__}.{name}": state for name in ("attribution", "exception")}
 sys.modules |= {
-    f"{__name__}.{name}": hooks for name in ("compose", "finalize", "health_check", "initialize", "rank_filter")
+    f"{__name__}.{name}": hooks
+    for name in ("compose", "finalize", "health_check", "initialize", "rank_assignment", "rank_filter")
 }
+sys.modules[f"{__name__}.monitor_thread"] = monitor_thread

@@ -28,9 +28,8 @@ from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, ReplacementProcess
-from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, TCPStore, wait_until
+from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, TCPStore, detect_silence, wait_until
 
 if TYPE_CHECKING:
     from hpc_elastic.inprocess.wrap import Wrapper

@@ -7,16 +7,18 @@ thread polls, so that signals and the watchdog get their turn; one thread alone 
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.sockets import listen_at, serve_at
+from hpc_elastic.inprocess.abort import open_sockets, ports
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord, RestartError
 from hpc_elastic.pytorch.file_system_store import FileSystemStore as _FileSystemStore
 
@@ -319,6 +321,59 @@ def _wait(store: Any, key: str, seconds: float) -> bool:
 
 
 _HOSTED = "hosted_by_the_ring"
+
+
+def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
+    """Arguments by which torch's ``TCPStore`` listens at `host` alone, where all ranks resolve it alike.
+
+    At all addresses for a name on several hosts, which its owner often calls 127.0.1.1, and for an address that is not
+    this host's own. OSError: the port is in use.
+    """
+    everywhere = {"port": port}
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        if environ.get("WORLD_SIZE", "1") != environ.get("LOCAL_WORLD_SIZE", "") and host != "localhost":
+            return everywhere
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError:
+            return everywhere
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(65535)  # the kernel caps it at net.core.somaxconn
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return everywhere
+        raise
+    return {"port": int(listener.getsockname()[1]), "master_listen_fd": listener.detach()}
+
+
+def serve_at(host: str, port: int, environ: Mapping[str, str], *, use_libuv: bool) -> dist.TCPStore:
+    """A server, and a first client of it. Raises as `listen_at`, and torch.distributed.DistNetworkError."""
+    listening = listen_at(host, port, environ)
+    return dist.TCPStore(host, is_master=True, wait_for_workers=False, use_libuv=use_libuv, **listening)
+
+
+def detect_silence(port: int, seconds: float) -> None:
+    """Let connections to `port` fail when the other end's node has not answered for `seconds`, unlike TCP."""
+    step = max(1, round(seconds / 3))
+    for fd in open_sockets():
+        if ports(fd)[1] != port:
+            continue
+        with socket.socket(fileno=os.dup(fd)) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, step),
+                (socket.TCP_KEEPINTVL, step),
+                (socket.TCP_KEEPCNT, 3),
+                (socket.TCP_USER_TIMEOUT, round(seconds * 1000)),
+            ):
+                found.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]

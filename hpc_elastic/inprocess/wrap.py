@@ -20,16 +20,21 @@ from msgspec import Struct
 from torch.distributed import distributed_c10d
 
 from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed, ledger
-from hpc_elastic.inprocess.hooks import Compose, Finalize, HealthCheck, Initialize, RankFilter
-from hpc_elastic.inprocess.interrupt import SignalHandler
+from hpc_elastic.inprocess.hooks import (
+    Compose,
+    Finalize,
+    HealthCheck,
+    Initialize,
+    RankAssignment,
+    RankFilter,
+    ShiftRanks,
+)
 from hpc_elastic.inprocess.iterations import Iterations, Rank
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, Unplaced
-from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
-from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
+from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog, SignalHandler
 from hpc_elastic.inprocess.replacement import Admission, Admissions, AgentLink, ReplacementProcess
-from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import State
-from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
+from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, detect_silence, read_value
 from hpc_elastic.worker_api.restart_group import RestartGroupEvent
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hpc_elastic.inprocess.monitor_thread import RankShouldRestart
 
 import hpc_elastic.inprocess as inprocess
-from hpc_elastic.inprocess.monitor_thread import RankShouldRestart
-from hpc_elastic.inprocess.sockets import cut, open_sockets, ports
+from hpc_elastic.inprocess.abort import cut, open_sockets, ports
 from hpc_elastic.inprocess.tools.inject_fault import Fault, strike
 from tests.rigs.swallowing import in_c_callback, in_destructor, in_except, in_generator
 
@@ -125,7 +125,7 @@ def traces() -> dict[str, Any]:
         "handler": str(signal.getsignal(signal.SIGRTMIN + 9)),
         "frozen": gc.get_freeze_count(),
         "helper": dist.distributed_c10d._new_process_group_helper.__name__,
-        "interruptible": len(inprocess.monitor_thread.Interruptible.__mro__),
+        "interruptible": len(inprocess.progress_watchdog.Interruptible.__mro__),
     }
 
 

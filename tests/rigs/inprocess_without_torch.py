@@ -16,14 +16,14 @@ package = types.ModuleType("hpc_elastic.inprocess")
 package.__path__ = [str(ROOT / "hpc_elastic" / "inprocess")]
 sys.modules["hpc_elastic.inprocess"] = package  # its own __init__ imports torch
 
-from hpc_elastic.inprocess.interrupt import (  # noqa: E402  # noqa: E402
+from hpc_elastic.inprocess.progress_watchdog import (  # noqa: E402
     Interruptible,
     RankShouldRestart,
     SignalHandler,
+    _bytecode_probe,
     async_raise,
     reraise_if_unraisable,
 )
-from hpc_elastic.inprocess.progress_watchdog import _bytecode_probe  # noqa: E402
 from tests.rigs.swallowing import LONG, in_c_callback, in_destructor, in_except, in_generator  # noqa: E402
 
 

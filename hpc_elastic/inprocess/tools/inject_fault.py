@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from hpc_elastic.inprocess.monitor_thread import async_raise
+from hpc_elastic.inprocess.iterations import async_raise
 
 logger = logging.getLogger(__name__)
 

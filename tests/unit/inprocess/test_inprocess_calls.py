@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 import hpc_elastic.inprocess as inprocess
-from hpc_elastic.inprocess import interrupt, wrap
-from hpc_elastic.inprocess.interrupt import SIGNAL, Interruptible, RankShouldRestart, SignalHandler
+from hpc_elastic.inprocess import progress_watchdog, wrap
+from hpc_elastic.inprocess.progress_watchdog import SIGNAL, Interruptible, RankShouldRestart, SignalHandler
 from hpc_elastic.inprocess.state import HealthCheckError, RestartAbort, RestartError
 from hpc_elastic.inprocess.store import StoreMixin
 
@@ -178,7 +178,7 @@ def test_what_fails_because_of_the_abort_is_no_fault_of_this_rank() -> None:
         return state
 
     def stop(state: Any) -> Any:
-        part = interrupt.aborted()
+        part = progress_watchdog.aborted()
         assert part is not None
         # As AbortTorchDistributed does: told to leave, then cut.
         part._wanted = "test"

@@ -15,7 +15,7 @@ from typing import Any, Optional
 import pytest
 
 import hpc_elastic.inprocess as inprocess
-from hpc_elastic.inprocess import sockets
+from hpc_elastic.inprocess import abort
 from hpc_elastic.inprocess.tools.inject_fault import Fault, planned
 from hpc_elastic.inprocess.wrap import with_value_for
 
@@ -206,33 +206,33 @@ def test_faults_are_planned_alike_on_all_ranks() -> None:
 
 
 def test_a_socket_is_cut_only_while_it_is_the_one_that_is_meant() -> None:
-    before = sockets.open_sockets()
+    before = abort.open_sockets()
     one, other = socket.socketpair()
-    found = sockets.new_sockets(before, sockets.open_sockets())
+    found = abort.new_sockets(before, abort.open_sockets())
     assert set(found) == {one.fileno(), other.fileno()}
-    assert not sockets.cut(one.fileno(), "socket:[1]")
+    assert not abort.cut(one.fileno(), "socket:[1]")
     other.send(b"x")
     assert one.recv(1) == b"x"
-    assert sockets.cut(one.fileno(), found[one.fileno()])
+    assert abort.cut(one.fileno(), found[one.fileno()])
     assert other.recv(1) == b""
     listener = socket.create_server(("127.0.0.1", 0))
-    inode = sockets.open_sockets()[listener.fileno()]
-    assert not sockets.cut(listener.fileno(), inode)
+    inode = abort.open_sockets()[listener.fileno()]
+    assert not abort.cut(listener.fileno(), inode)
     for each in (one, other, listener):
         each.close()
-    assert not sockets.cut(10**6, "socket:[1]")
+    assert not abort.cut(10**6, "socket:[1]")
 
 
 def test_ports_of_sockets() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
-            assert sockets.ports(client.fileno()) == (client.getsockname()[1], port)
-        assert sockets.ports(server.fileno()) == (port, None)
+            assert abort.ports(client.fileno()) == (client.getsockname()[1], port)
+        assert abort.ports(server.fileno()) == (port, None)
     one, other = socket.socketpair()
     with one, other:
-        assert sockets.ports(one.fileno()) == (None, None)
-    assert sockets.ports(10**6) == (None, None)
+        assert abort.ports(one.fileno()) == (None, None)
+    assert abort.ports(10**6) == (None, None)
 
 
 def test_async_raise_reaches_a_thread_and_names_one_that_is_not_there() -> None:

@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.inprocess.life import (
+from hpc_elastic.inprocess.state import (
     TRANSITIONS,
     CallEvent,
     CallPhase,

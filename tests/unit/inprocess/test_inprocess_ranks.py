@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_elastic.inprocess.hooks import MaxActiveWorldSize, WorldSizeDivisibleBy
-from hpc_elastic.inprocess.rank_assignment import (
+from hpc_elastic.inprocess.hooks import (
     FillGaps,
+    MaxActiveWorldSize,
     RankDiscarded,
     ShiftRanks,
+    WorldSizeDivisibleBy,
     filled_gaps,
     grouped_out,
     shifted,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.sockets import detect_silence, listen_at, serve_at
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import (
     COMPLETED,
@@ -21,6 +20,9 @@ from hpc_elastic.inprocess.store import (
     PrefixStore,
     StoreMixin,
     TCPStore,
+    detect_silence,
+    listen_at,
+    serve_at,
 )
 
 pytestmark = pytest.mark.torch
