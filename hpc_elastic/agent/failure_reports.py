@@ -11,7 +11,7 @@ from hpc_elastic.agent.restart_policy import bare_failure, early_failure, may_wa
 from hpc_elastic.agent.rounds import ClockOffsetLog, log_stacks
 from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.base.text import ranks_text
-from hpc_elastic.failures.contrast import moment_after
+from hpc_elastic.failures.classify import moment_after
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import PlatformFailure, RanksObserved

@@ -36,13 +36,13 @@ from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
 from hpc_elastic.base.host_facts import kernel_fields
 from hpc_elastic.base.text import duration, plural
+from hpc_elastic.failures.peers import moved_bytes, socket_inodes
 from hpc_elastic.failures.ranking import FailureClass, Suspect
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
 from hpc_elastic.run.activities import Activity, FlightTail, NodeStall, OnHang, Source, StalledRank, Suspicion
 from hpc_elastic.run.agent_events import HangFound, HangSuspected
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.sockets import moved_bytes, socket_inodes
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import LocalWorkers

@@ -32,9 +32,8 @@ from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.handlers import is_python
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess
-from hpc_elastic.workers.stop import GroupStopper, Stopped
+from hpc_elastic.workers.stop import GroupStopper, Stopped, is_python
 from hpc_elastic.workers.tree import Proc
 
 ANSWER_SECONDS = 3.0

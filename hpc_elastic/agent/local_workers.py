@@ -33,9 +33,8 @@ from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.handlers import Inside, acts_on, send_to_handler
 from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pipe_bytes_for, start_worker
-from hpc_elastic.workers.stop import GroupStopper, Stopped
+from hpc_elastic.workers.stop import GroupStopper, Inside, Stopped, acts_on, send_to_handler
 
 if TYPE_CHECKING:
     from hpc_elastic.run.activities import FlightTail

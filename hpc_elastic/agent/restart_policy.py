@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
+from hpc_elastic.failures.classify import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.restart import RestartDecision, first_failure

@@ -20,7 +20,7 @@ from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.worker_api.agent_store import STORE_VARIABLE
 from hpc_elastic.worker_api.heartbeat_record import VARIABLE as HEARTBEAT
 from hpc_elastic.worker_api.restart_group import REPORTS
-from hpc_elastic.workers.handlers import INSIDE_VARIABLE
+from hpc_elastic.workers.stop import INSIDE_VARIABLE
 from hpc_elastic.workers.tree import TAG_VARIABLE
 
 

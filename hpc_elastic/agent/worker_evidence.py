@@ -23,15 +23,14 @@ from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.loop import FilesystemHangsError
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, find_logged, write_evidence
-from hpc_elastic.failures.excerpt import make_excerpt
+from hpc_elastic.failures.peers import Address, network_id, read_sockets
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import stacks_of
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.failures.worker_failure import WorkerFailure, make_excerpt
 from hpc_elastic.run.activities import RankSockets
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.workers.linux import node_oom_kill_count, oom_kill_count
-from hpc_elastic.workers.sockets import Address, network_id, read_sockets
 from hpc_elastic.workers.spawn import ExitStatus, exit_status_now
 
 if TYPE_CHECKING:

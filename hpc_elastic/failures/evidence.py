@@ -16,10 +16,16 @@ from msgspec.structs import replace
 from hpc_elastic.base.host_facts import overcommits_memory, total_memory
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import FROM_ITSELF, FROM_SLURM, classify, signal_name, signal_of
-from hpc_elastic.failures.decorated import undecorate
 from hpc_elastic.failures.error_file import OWN_KEY, ErrorFile, error_data, read_error_file, write_error_data
 from hpc_elastic.failures.explanation import find_explanation, find_uncaught, reaches_top
-from hpc_elastic.failures.failure_text import FailureText, RaisedException, TextKind, fingerprint, summary_line
+from hpc_elastic.failures.failure_text import (
+    FailureText,
+    RaisedException,
+    TextKind,
+    fingerprint,
+    summary_line,
+    undecorate,
+)
 from hpc_elastic.failures.origin import (
     find_file_read,
     find_origin,

@@ -15,10 +15,15 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end
 from hpc_elastic.failures.classify import signal_of
-from hpc_elastic.failures.decorated import read_json_line
-from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame, TextKind
-from hpc_elastic.failures.last_lines import LastLines, find_last_lines, goes_on, has_progress, speaking_lines
-from hpc_elastic.failures.origin import is_in_collective
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame, TextKind, read_json_line
+from hpc_elastic.failures.origin import (
+    LastLines,
+    find_last_lines,
+    goes_on,
+    has_progress,
+    is_in_collective,
+    speaking_lines,
+)
 from hpc_elastic.failures.traceback_text import find_cut_off, find_python_traceback, find_tracebacks, is_top_frame
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 

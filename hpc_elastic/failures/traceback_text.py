@@ -15,18 +15,20 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
-from hpc_elastic.failures.decorated import INSIDE, TITLE, plain_tracebacks
 from hpc_elastic.failures.failure_text import (
     CAUSE_LIMIT,
     CONNECTORS,
     HEADER,
+    INSIDE,
     MESSAGE_LIMIT,
     QUOTED_HEADER,
     TEXT_LIMIT,
+    TITLE,
     FailureText,
     Frame,
     RaisedException,
     TextKind,
+    plain_tracebacks,
 )
 
 _MESSAGE_LINES = 40

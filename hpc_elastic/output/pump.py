@@ -26,10 +26,9 @@ from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import Waker
-from hpc_elastic.output.job_log import JobLog, JobLogSource
+from hpc_elastic.output.job_log import JobLog, JobLogSource, LossBook, StreamAccount
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.output.log_times import STDERR, STDOUT, times_path
-from hpc_elastic.output.losses import LossBook, StreamAccount
 from hpc_elastic.output.terminal import LineSplitter
 from hpc_elastic.run.agent_events import OutputLost
 from hpc_elastic.run.events import EventLog

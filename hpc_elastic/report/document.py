@@ -11,10 +11,9 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import first_of, plural, ranges, time_text
 from hpc_elastic.failures.classify import NOT_OURS
-from hpc_elastic.failures.excerpt import user_frame
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.failures.worker_failure import WorkerFailure, user_frame
 from hpc_elastic.report import wording
 from hpc_elastic.report.advice import Advice, advise, measure_costs
 from hpc_elastic.report.blocks import AttemptEntry, Block, hung_ranks, other_failures, round_entry

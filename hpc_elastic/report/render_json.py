@@ -8,8 +8,7 @@ from msgspec import to_builtins
 
 from hpc_elastic.base.files import json_text
 from hpc_elastic.base.text import ranges
-from hpc_elastic.failures.excerpt import user_frame
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.failures.worker_failure import WorkerFailure, user_frame
 from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.document import Document

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.base.text import clean_line, clean_lines, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.failures.excerpt import fold_repeats, make_excerpt
 from hpc_elastic.failures.failure_text import summary_line
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.failures.worker_failure import WorkerFailure, fold_repeats, make_excerpt
 from hpc_elastic.report import wording
 from hpc_elastic.report.blocks import AttemptEntry, Block, RoundEntry
 from hpc_elastic.report.document import Document, Fact, Finding, choose_subject

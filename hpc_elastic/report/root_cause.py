@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import duration, first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
-from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
+from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, apart_in_round, is_same_failure, wrong_input
 from hpc_elastic.failures.collectives import RankComparison, compare_ranks
-from hpc_elastic.failures.contrast import apart_in_round, wrong_input
 from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting, is_raised_by_script
 from hpc_elastic.failures.peers import chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.text import clean_line, first_of, plural, ranks_text, seconds_text, time_text
-from hpc_elastic.failures.classify import NOT_OURS
-from hpc_elastic.failures.contrast import wrong_input
+from hpc_elastic.failures.classify import NOT_OURS, wrong_input
 from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure

@@ -22,7 +22,7 @@ from typing import NoReturn
 from hpc_elastic.base.clock import Clock, Staleness, SystemClock, pause
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.workers import linux, tree
-from hpc_elastic.workers.handlers import RUNTIME_SECONDS, Inside
+from hpc_elastic.workers.stop import RUNTIME_SECONDS, Inside
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc, Tag, TreeKiller
 
 GUARDIAN_NAME = "hpc-el-guardian"

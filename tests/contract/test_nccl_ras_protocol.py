@@ -13,7 +13,7 @@ import pytest
 from hpc_elastic.agent import nccl_watch
 from hpc_elastic.agent.nccl_watch import NotOursError, ask_ras, choose_address, nccl_version, parse_address
 from hpc_elastic.failures.nccl_ras import UnreadableReportError, parse_json
-from hpc_elastic.workers.sockets import serving_socket
+from hpc_elastic.failures.peers import serving_socket
 from tests.rigs.fake_ras import FakeRas, Fault
 
 DATA = Path(__file__).parents[1] / "data" / "nccl_ras"

@@ -257,7 +257,7 @@ def stop_runtime(script: str, *, grace: float) -> dict[str, Any]:
     source = f"SCRIPT = {script!r}\n{RUNTIME}"
     return run_stand_in(
         f"""
-        from hpc_elastic.workers.handlers import Inside
+        from hpc_elastic.workers.stop import Inside
         worker = start({source!r})
         output, _ = worker.take_output()
         result = stop_group([worker], grace={grace}, inside=Inside())

@@ -14,7 +14,7 @@ from hpc_elastic.agent.hang_stop import WorkerSlot
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence
-from hpc_elastic.failures.contrast import may_be_of_node, wrong_input
+from hpc_elastic.failures.classify import may_be_of_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.restart import RestartDecision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.failures.contrast import (
+from hpc_elastic.failures.classify import (
     MOMENT_SECONDS,
     NodeFailures,
     apart_in_round,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures.decorated import read_json_line, undecorate
+from hpc_elastic.failures.failure_text import read_json_line, undecorate
 from hpc_elastic.failures.ranking import FailureClass
 from tests.rigs.described import described, traceback_in
 

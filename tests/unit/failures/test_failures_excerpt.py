@@ -8,9 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import describe_failure
-from hpc_elastic.failures.excerpt import make_excerpt, user_frame
 from hpc_elastic.failures.failure_text import Frame
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.failures.worker_failure import WorkerFailure, make_excerpt, user_frame
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_text import render_text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
-from hpc_elastic.failures.last_lines import find_last_lines, goes_on
+from hpc_elastic.failures.origin import find_last_lines, goes_on
 from hpc_elastic.failures.ranking import Category
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from tests.rigs.described import described

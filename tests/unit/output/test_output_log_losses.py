@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.output.job_log import JobLogSource
-from hpc_elastic.output.losses import LONGEST_EPISODE_S, QUIET_S, LossBook, StreamAccount
+from hpc_elastic.output.job_log import LONGEST_EPISODE_S, QUIET_S, JobLogSource, LossBook, StreamAccount
 from tests.rigs.fake_clock import FakeClock
 
 

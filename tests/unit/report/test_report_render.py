@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.failures.excerpt import fold_repeats
 from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.worker_failure import fold_repeats
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_json import json_report, render_json

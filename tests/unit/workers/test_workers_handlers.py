@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_elastic.workers.handlers import (
+from hpc_elastic.workers.stop import (
     Inside,
     SignalMasks,
     acts_on,

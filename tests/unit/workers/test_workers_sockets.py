@@ -12,7 +12,7 @@ import pytest
 
 from hpc_elastic.agent import worker_evidence
 from hpc_elastic.agent.worker_evidence import FIRST_SECONDS, SocketWatch, next_look
-from hpc_elastic.workers.sockets import network_id, parse_table, read_sockets
+from hpc_elastic.failures.peers import network_id, parse_table, read_sockets
 from tests.rigs.fake_clock import FakeClock
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
