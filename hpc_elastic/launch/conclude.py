@@ -223,7 +223,7 @@ class _End:
             return None
 
     def _judge_nodes(self, history: RunHistory, *, asks_slurm: bool) -> NextNodes:
-        from hpc_elastic.report.node_evidence import node_evidence
+        from hpc_elastic.report.write import node_evidence
 
         paths, spec, site = self._context.paths, self._context.spec, self._context.site
         now_ns = self._context.clock.time_ns()

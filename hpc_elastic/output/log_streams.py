@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import os
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -16,11 +17,12 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.files import names_in, open_file, size_of
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
-from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
 from hpc_elastic.run.agent_events import RoundFinal
 from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import name_of
 from hpc_elastic.run.paths import AttemptPaths, rank_index, round_index
+
+_LONGEST_NUMBER = 18
 
 
 class LogStream(Struct, frozen=True):
@@ -146,6 +148,30 @@ class RoundMarks(Struct, frozen=True, kw_only=True):
 
     def of(self, rank: int, stream: int) -> StreamMarks:
         return self.streams.get((rank, stream)) or StreamMarks()
+
+
+def times_node(name: str) -> int | None:
+    """``times-node-00012`` → 12; None for any other name."""
+    match = re.fullmatch(r"times-node-(\d{5,})", name)
+    return int(match[1]) if match else None
+
+
+def read_marks(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """Rank, stream, piece, offset, microseconds. Torn and foreign lines are left out, and all of another version."""
+    if not raw.startswith(HEADER):
+        return
+    body = raw[len(HEADER) : raw.rfind(b"\n") + 1]
+    words = body.split()
+    is_plain = len(words) == 5 * body.count(b"\n") and max(map(len, words), default=0) <= _LONGEST_NUMBER
+    if is_plain and body.count(b" ") == 4 * body.count(b"\n") and b"".join(words).isdigit():
+        numbers = map(int, words)
+        yield from zip(numbers, numbers, numbers, numbers, numbers, strict=True)
+        return
+    for line in body.split(b"\n"):
+        match = MARK.fullmatch(line)
+        if match is not None:
+            rank, stream, piece, offset, time_us = map(int, match.groups())
+            yield rank, stream, piece, offset, time_us
 
 
 def read_round_marks(round_dir: Path, *, offsets_ns: Mapping[int, int] | None = None) -> RoundMarks:

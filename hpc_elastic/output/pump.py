@@ -27,8 +27,7 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import Waker
 from hpc_elastic.output.job_log import JobLog, JobLogSource, LossBook, StreamAccount
-from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
-from hpc_elastic.output.log_times import STDERR, STDOUT, times_path
+from hpc_elastic.output.log_files import STDERR, STDOUT, FileWriter, LogFile, times_path
 from hpc_elastic.output.terminal import LineSplitter
 from hpc_elastic.run.agent_events import OutputLost
 from hpc_elastic.run.events import EventLog
@@ -52,8 +51,29 @@ _HELD_S = 10.0
 _HELD_AFTER_END_S = 60.0
 _HELD_BYTES = 64 << 10
 _LAST_WORDS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
+DISK_PATIENCE_S = 5.0
+SLOWEST_DISK = 1 << 20
+"""Bytes per second from which on a disk is slow, not hung, and workers wait for it as long as it takes."""
 _SMALLEST_PIPE = 4096
 _F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
+
+
+class HoldBudget:
+    """`DISK_PATIENCE_S` at first; each second of it that is used comes back with a MiB that the disk takes. Pure."""
+
+    def __init__(self, *, now: float) -> None:
+        self._left = DISK_PATIENCE_S
+        self._at = now
+        self._written = 0
+
+    def may_hold(self, *, now: float, written: int, holding: bool) -> bool:
+        """`written`: bytes that the disk has taken; `holding`: whether a writer was held up since the last call."""
+        self._left += (written - self._written) / SLOWEST_DISK
+        if holding:
+            self._left -= now - self._at
+        self._left = min(self._left, DISK_PATIENCE_S)
+        self._at, self._written = now, written
+        return self._left > 0
 
 
 class HeldEnd(Struct):

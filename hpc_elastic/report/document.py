@@ -15,8 +15,16 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure, user_frame
 from hpc_elastic.report import wording
-from hpc_elastic.report.advice import Advice, advise, measure_costs
-from hpc_elastic.report.blocks import AttemptEntry, Block, hung_ranks, other_failures, round_entry
+from hpc_elastic.report.blocks import (
+    Advice,
+    AttemptEntry,
+    Block,
+    advise,
+    hung_ranks,
+    measure_costs,
+    other_failures,
+    round_entry,
+)
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory

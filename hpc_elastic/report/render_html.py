@@ -20,8 +20,7 @@ from hpc_elastic.report.clocks import NOTABLE_NS
 from hpc_elastic.report.document import Document, Subject
 from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory
-from hpc_elastic.report.render_html_chart import clock_time, duration, names, ranks
-from hpc_elastic.report.timeline import IMPORTANCE, Entry, build_timeline
+from hpc_elastic.report.render_html_chart import IMPORTANCE, Entry, build_timeline, clock_time, duration, names, ranks
 from hpc_elastic.report.timeline_attempt import PlacedAttempt
 from hpc_elastic.run.paths import RunPaths
 

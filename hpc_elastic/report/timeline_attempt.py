@@ -1,8 +1,9 @@
-"""One attempt on an axis that all hosts share: each node's parts in its rounds with every end known, and its states."""
+"""Attempts on an axis that all hosts share: each node's parts in its rounds with every end known, and its states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from operator import itemgetter
 from typing import NamedTuple
@@ -327,3 +328,84 @@ def place_attempts(history: RunHistory) -> tuple[PlacedAttempt, ...]:
         axes |= {part.name(node): axis for node, axis in clocks.axes().items()}
         placed.append(part)
     return tuple(part for part in placed if part.end_ns)
+
+
+_GAP_SHARE = 0.035
+_LEAST_SHARE = 0.05
+"""The shortest attempt's share of the axis: one of two seconds beside one of ten hours can still be looked at."""
+_STEPS: Sequence[int] = (
+    1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
+)  # fmt: skip
+
+
+class Piece(Struct, frozen=True, kw_only=True):
+    start_ns: int
+    end_ns: int
+    left: float
+    right: float
+    attempt: int | None
+    """None: the wait between two attempts."""
+
+
+class Axis(Struct, frozen=True):
+    pieces: tuple[Piece, ...]
+    _starts: tuple[int, ...] = ()
+
+    def place(self, when_ns: int) -> float:
+        if not self.pieces:
+            return 0.0
+        piece = self.pieces[max(0, bisect_right(self._starts, when_ns) - 1)]
+        if piece.end_ns <= piece.start_ns:
+            return piece.left
+        share = (when_ns - piece.start_ns) / (piece.end_ns - piece.start_ns)
+        return piece.left + min(1.0, max(0.0, share)) * (piece.right - piece.left)
+
+    def cells(self, times: Sequence[int], grid: int) -> list[int]:
+        """The same for ascending times, as whole numbers up to `grid`."""
+        piece = self.pieces[max(0, bisect_right(self._starts, times[0]) - 1)] if times else None
+        if piece is None or not piece.start_ns <= times[0] <= times[-1] < piece.end_ns:
+            return [round(self.place(when) * grid) for when in times]
+        start, left = piece.start_ns, piece.left
+        lasted, width = piece.end_ns - start, piece.right - left
+        return [round((left + (when - start) / lasted * width) * grid) for when in times]
+
+    def ticks(self, *, spacing: float = 0.09) -> list[int]:
+        """Round times, at least `spacing` of the axis apart, by UTC."""
+        found: list[int] = []
+        for piece in self.pieces:
+            lasted, width = (piece.end_ns - piece.start_ns) / 1e9, piece.right - piece.left
+            if piece.attempt is None or lasted <= 0 or width < spacing:
+                continue
+            least = lasted * spacing / width
+            longest = int(least / _STEPS[-1] + 1) * _STEPS[-1]
+            step = next((seconds for seconds in _STEPS if seconds >= least), longest)
+            unit = step * 1_000_000_000
+            first = -(-piece.start_ns // unit) * unit
+            found += [when for when in range(first, piece.end_ns + 1, unit) if self.place(when) < 1 - spacing / 2]
+        return found
+
+
+def make_axis(attempts: Sequence[tuple[int, int, int]]) -> Axis:
+    """Ascending: number, start and end of each. One that starts before the end of the one before starts at that end."""
+    if not attempts:
+        return Axis(())
+    spans: list[tuple[int | None, int, int]] = []
+    for index, start, end in attempts:
+        if spans:
+            start = max(start, spans[-1][2])
+            if start > spans[-1][2]:
+                spans.append((None, spans[-1][2], start))
+        spans.append((index, start, max(start + 1, end)))
+    gaps = sum(1 for number, _, _ in spans if number is None)
+    total = sum(end - start for number, start, end in spans if number is not None)
+    gap_share = min(_GAP_SHARE, 0.3 / gaps) if gaps else 0.0
+    least = min(_LEAST_SHARE, 0.5 / len(attempts)) * total
+    weights = [max(float(end - start), least) for number, start, end in spans if number is not None]
+    scale = (1 - gaps * gap_share) / sum(weights)
+    pieces: list[Piece] = []
+    left, each = 0.0, iter(weights)
+    for number, start, end in spans:
+        right = left + (gap_share if number is None else next(each) * scale)
+        pieces.append(Piece(start_ns=start, end_ns=end, left=left, right=min(1.0, right), attempt=number))
+        left = right
+    return Axis(tuple(pieces), tuple(piece.start_ns for piece in pieces))

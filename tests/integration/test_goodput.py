@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.report.advice import measure_costs
+from hpc_elastic.report.blocks import measure_costs
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import describe_goodput, goodput_of
 from tests.bench.goodput import TRAINER, Failure, Plan, account

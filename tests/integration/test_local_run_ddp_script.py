@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.timeline import build_timeline
+from hpc_elastic.report.render_html_chart import build_timeline
 from hpc_elastic.report.timeline_attempt import NodeState, place_attempts
 from hpc_elastic.run.paths import ExitCode
 from tests.rigs.local_run import ROOT, LocalRun

@@ -12,10 +12,9 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.launch.batch import write_back
-from hpc_elastic.output.log_files import LogFile
+from hpc_elastic.output.log_files import LogFile, TimesFile, times_path
 from hpc_elastic.output.log_reader import OutputReader, Place
 from hpc_elastic.output.log_streams import read_round_marks, streams_of
-from hpc_elastic.output.log_times import TimesFile, times_path
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.run.coordinator_events import RoundOpened
 from hpc_elastic.run.events import EventLog

@@ -103,7 +103,7 @@ pump = logs.LogPump(host="n01", clock=clock, job_log=log)
 def test_a_disk_that_hangs_holds_workers_up_once_and_not_for_each_print(tmp_path: Path, plain: float) -> None:
     """Full pipes play the files; their writes come back when somebody reads."""
     hung = """
-log_files.PATIENCE_S = 1.0
+logs.DISK_PATIENCE_S = 1.0
 pump = logs.LogPump(host="n01", clock=clock, job_log=log)
 really_open = log_files._open_for_append
 pipe = os.pipe()

@@ -12,8 +12,7 @@ import pytest
 from hpc_elastic.base.text import time_text
 from hpc_elastic.cli import logs as logs_module
 from hpc_elastic.cli.main import main
-from hpc_elastic.output.log_files import LogFile
-from hpc_elastic.output.log_times import STDERR, STDOUT, TimesFile, times_path
+from hpc_elastic.output.log_files import STDERR, STDOUT, LogFile, TimesFile, times_path
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.output.log_files import LogFile
-from hpc_elastic.output.log_times import HEADER, TimesFile, read_marks
+from hpc_elastic.output.log_files import HEADER, LogFile, TimesFile
+from hpc_elastic.output.log_streams import read_marks
 from hpc_elastic.run.log_pieces import PieceLimit
 
 SECOND = 1_000_000

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.output import log_files
-from hpc_elastic.output.log_files import PATIENCE_S, HoldBudget, LogFile
+from hpc_elastic.output.log_files import LogFile
+from hpc_elastic.output.pump import DISK_PATIENCE_S, SLOWEST_DISK, HoldBudget
 from hpc_elastic.run.log_pieces import PieceLimit, find_pieces, piece_path
 
 
@@ -140,8 +141,8 @@ def test_skipped_bytes_are_told_of_in_their_place_and_counted_by_who_skipped(tmp
 def test_workers_wait_for_a_disk_that_hangs_for_five_seconds_in_all() -> None:
     budget = HoldBudget(now=0.0)
     assert budget.may_hold(now=100.0, written=0, holding=False), "idle time costs nothing"
-    assert budget.may_hold(now=100.0 + PATIENCE_S - 0.1, written=0, holding=True)
-    assert not budget.may_hold(now=100.0 + PATIENCE_S, written=0, holding=True)
+    assert budget.may_hold(now=100.0 + DISK_PATIENCE_S - 0.1, written=0, holding=True)
+    assert not budget.may_hold(now=100.0 + DISK_PATIENCE_S, written=0, holding=True)
     assert not budget.may_hold(now=1000.0, written=0, holding=False), "nor does time alone give it back"
     # It woke up, and took 2 MiB: 2 s more, not 5.
     assert budget.may_hold(now=1000.0, written=2 << 20, holding=False)
@@ -172,7 +173,7 @@ def test_nobody_is_held_up_for_longer_than_stated(steps: list[tuple[float, int, 
             holding = holding and may
         written += count
         may = budget.may_hold(now=now, written=written, holding=False)
-        assert held <= PATIENCE_S + written / log_files.SLOWEST_DISK + 0.51
+        assert held <= DISK_PATIENCE_S + written / SLOWEST_DISK + 0.51
 
 
 def test_the_end_of_what_a_full_disk_refuses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,15 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.output.log_times import (
+from hpc_elastic.output.log_files import (
     FINEST_US,
     HEADER,
     MOST_RECENT,
     RecentTimes,
-    read_marks,
     thinned,
-    times_node,
     times_path,
 )
+from hpc_elastic.output.log_streams import read_marks, times_node
 
 MARKS = st.lists(
     st.tuples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_elastic.output.log_files import LogFile
+from hpc_elastic.output.log_files import HEADER, STDERR, STDOUT, LogFile, TimesFile, times_path
 from hpc_elastic.output.log_reader import Chunk, Place
 from hpc_elastic.output.log_streams import (
     LogStream,
@@ -19,7 +19,6 @@ from hpc_elastic.output.log_streams import (
     readers_of_last,
     timed_pieces,
 )
-from hpc_elastic.output.log_times import HEADER, STDERR, STDOUT, TimesFile, times_path
 
 SECOND = 1_000_000
 STREAM = LogStream(0, 0, 0, 1, Path("stdout.log"))

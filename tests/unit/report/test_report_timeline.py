@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
-from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline, make_axis
+from hpc_elastic.report.render_html_chart import MarkKind, Row, Timeline, build_timeline, make_axis
 from hpc_elastic.report.timeline_attempt import NodeState, place_attempts
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, RunBuilder, make_failure
 
