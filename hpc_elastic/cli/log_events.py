@@ -1,18 +1,22 @@
-"""``hpc-elastic logs RUN --events``: what every part of a run did and decided, with the reasons, in time order."""
+"""``hpc-elastic logs RUN --events``: what every part of a run did and decided, with the reasons, in time order.
+
+Each event is one readable line: what happened, where, and why.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.text import time_text
+from hpc_elastic.base.text import clean_text, fit, plural, ranks_text, time_text
 from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.main import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.cli.run_argument import AskedRun, asked_nodes
@@ -20,29 +24,22 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_reader import FollowedFiles
 from hpc_elastic.output.terminal import harmless
 from hpc_elastic.report.clocks import read_offsets_ns
-from hpc_elastic.report.event_text import describe_event
-from hpc_elastic.run.agent_events import (
-    AgentFailed,
-    EventsDropped,
-    FilesystemRefused,
-    HangFound,
-    HangSuspected,
-    HealthCheckFailed,
-    OutputLost,
-    RunSlowed,
-    SlowRankFound,
-    WorkerFailed,
-)
-from hpc_elastic.run.coordinator_events import NodeLost, RoundFrozen, RunClosed
+from hpc_elastic.run import agent_events as of_agent
+from hpc_elastic.run import coordinator_events as of_coordinator
+from hpc_elastic.run import supervisor_events as of_supervisor
 from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.paths import AttemptPaths
-from hpc_elastic.run.supervisor_events import AttemptStarted, RequeueDecided, VerdictReached
 
 _BAD = (
-    WorkerFailed, HangFound, HangSuspected, SlowRankFound, RunSlowed, NodeLost, AgentFailed, HealthCheckFailed,
-    OutputLost, EventsDropped, FilesystemRefused,
+    of_agent.WorkerFailed, of_agent.HangFound, of_agent.HangSuspected, of_agent.SlowRankFound, of_agent.RunSlowed,
+    of_agent.AgentFailed, of_agent.HealthCheckFailed, of_agent.OutputLost, of_agent.EventsDropped,
+    of_agent.FilesystemRefused, of_coordinator.NodeLost,
 )  # fmt: skip
-_DECISIONS = (RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted)
+_DECISIONS = (
+    of_supervisor.AttemptStarted, of_supervisor.RequeueDecided, of_supervisor.VerdictReached,
+    of_coordinator.RoundFrozen, of_coordinator.RunClosed,
+)  # fmt: skip
 _BATCH_NODE = -1
 
 
@@ -163,3 +160,209 @@ class EventFollower:
                 file = EventFile(path, attempt=number, offsets_ns=offsets, names=self._choice.names)
                 self._files[path] = file
                 self._followed.add(file, file)
+
+
+_HEAD = ("v", "t", "n", "host", "node", "role", "event")
+_LONGEST_VALUE = 203
+
+
+def describe_event(line: EventLine) -> str:
+    event: Any = line.event
+    kind, fields, text = type(event), line.value, ""
+    if kind in _OF_ROUND:
+        text = _OF_ROUND[kind](event)
+        text = f"round {event.round}: {text}" if text else ""
+    elif kind in _OF_NODE:
+        text = _OF_NODE[kind](event, line.host or f"node {line.node}")
+    elif kind in _SENTENCES:
+        text = _SENTENCES[kind](event)
+    if not text:
+        left = {key: value for key, value in fields.items() if key not in (*_HEAD, "reason")}
+        text = " ".join(f"{key}={fit(str(value), _LONGEST_VALUE)}" for key, value in left.items())
+    # Of a failure it says how that is judged, not why it happened.
+    reason = "" if isinstance(event, of_agent.WorkerFailed) else fields.get("reason")
+    if isinstance(reason, str) and reason and reason not in text:
+        text = f"{text}: {reason}" if text else reason
+    return clean_text(text).replace("\n", " ").replace("\t", " ")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _silence(event: of_coordinator.NodeLost | of_coordinator.SpareLost) -> str:
+    return "" if event.reason else f": no heartbeat for {event.age:.1f} s"
+
+
+def _to_the_end(over: bool) -> str:
+    return "" if over else ", to the end"
+
+
+def _attempt_started(event: of_supervisor.AttemptStarted) -> str:
+    job = f", job {event.job_id}" if event.job_id else ""
+    armed = "enabled" if event.requeue_armed else f"not enabled: {event.requeue_reason or 'no reason'}"
+    return f"attempt {event.attempt}{job}, {plural(len(event.nodes), 'node')}; requeue {armed}"
+
+
+def _superseded(event: of_supervisor.AttemptSuperseded) -> str:
+    ended = f"; it has ended on {', '.join(event.ended)}" if event.ended else ""
+    silent = f"; not heard from: {', '.join(event.silent)}" if event.silent else ""
+    return f"attempt {event.superseded} was superseded{ended}{silent}"
+
+
+def _agent_process_ended(event: of_supervisor.AgentProcessEnded) -> str:
+    code = f"exit code {event.code}"
+    detail = f" ({event.detail})" if event.detail not in ("", code) else ""
+    return f"the agent on {event.name or f'node {event.node}'} ended, {code}{detail}"
+
+
+def _signal_decided(event: of_supervisor.SignalDecided) -> str:
+    until = f"the workers may save, it ends in {event.seconds:.0f} s"
+    ends = until if event.saves else "all processes are killed now"
+    return f"{event.meaning}, received by the {event.heard_by}; the job {event.slurm}: {ends}"
+
+
+def _nodes_judged(event: of_supervisor.NodesJudged) -> str:
+    excluded = ", ".join(event.excluded)
+    stays = "".join(f"; {one.node} stays: {one.reason}" for one in event.spared)
+    return (f"the next attempt excludes {excluded}" if excluded else "bad nodes stay") + stays
+
+
+def _command_ended(event: of_agent.UserCommandEnded) -> str:
+    about = f" ({event.about})" if event.about else ""
+    return f"--{event.command}{about}: {'failed after ' if event.reason else ''}{event.seconds:.1f} s"
+
+
+def _not_committed(event: of_agent.CheckpointNotCommitted) -> str:
+    which = "checkpoints are" if event.step is None else f"step {event.step} is"
+    last = "none" if event.last_step is None else f"step {event.last_step}"
+    return f"{which} not copied: {event.reason}; the last one that is committed: {last}"
+
+
+def _output_lost(event: of_agent.OutputLost) -> str:
+    whose = f" of {ranks_text([one.rank for one in event.streams])}" if event.streams else ""
+    return f"{event.not_in_files} bytes{whose} are in no file, {event.not_in_job_log} not in the job log"
+
+
+def _workers_stopped(event: of_agent.WorkersStopped) -> str:
+    killed = f", {event.killed} by SIGKILL" if event.killed else ""
+    left = f", left: {', '.join(map(str, event.left))}" if event.left else ""
+    orphans = f", with what outlived its worker: {', '.join(event.orphans)}" if event.orphans else ""
+    return f"workers stopped in {event.seconds:.1f} s{killed}{left}{orphans}"
+
+
+_Table = Mapping[type[RunEvent], Callable[[Any], str]]
+_SENTENCES: _Table = {
+    of_supervisor.AttemptStarted: _attempt_started,
+    of_supervisor.AttemptSuperseded: _superseded,
+    of_supervisor.AgentsLaunched: lambda e: f"{plural(e.nodes, 'agent')} launched",
+    of_supervisor.AgentProcessEnded: _agent_process_ended,
+    of_supervisor.AgentRelaunched: lambda e: f"the agent on {e.name} is started again",
+    of_supervisor.NodeGivenUp: lambda e: f"{e.name or f'node {e.node}'} is given up ({_words(e.cause)})",
+    of_supervisor.SignalReceived: lambda e: f"{e.signal}{e.sender and ' ' + e.sender}: the end of the run is asked for",
+    of_supervisor.SignalDecided: _signal_decided,
+    of_supervisor.VerdictReached: lambda e: _words(e.outcome),
+    of_supervisor.RequeueDecided: lambda e: {"requeue": "the job is requeued", "end": "the job ends"}.get(
+        e.action, e.action
+    ),
+    of_supervisor.NodesCompared: lambda e: (
+        f"Slurm and the run {'disagree' if e.taken or e.kept else 'agree'} about the nodes"
+    ),
+    of_supervisor.NodesJudged: _nodes_judged,
+    of_supervisor.AttemptRequeued: lambda e: "the next attempt is queued",
+    of_supervisor.AttemptEnded: lambda e: f"{_words(e.outcome)}, exit code {e.exit_code}",
+    of_supervisor.EndTakenOver: lambda e: f"this node finishes the attempt, for agent {e.by}",
+    of_agent.AgentStarted: lambda e: f"pid {e.pid}, version {e.version}",
+    of_agent.AgentEnded: lambda e: f"ended, exit code {e.code}",
+    of_agent.AgentFailed: lambda e: f"the agent itself failed: {e.error} at {e.where}",
+    of_agent.HealthWarning: lambda e: e.check,
+    of_agent.HealthCheckFailed: lambda e: f"this node leaves the run ({', '.join(e.checks)})",
+    of_agent.UserCommandEnded: _command_ended,
+    of_agent.CheckpointCommitted: lambda e: (
+        f"step {e.step} is committed{' at the end' if e.at_end else ''}: {e.size} bytes"
+    ),
+    of_agent.CheckpointNotCommitted: _not_committed,
+    of_agent.ForkServerReady: lambda e: (
+        f"the fork server is ready after {e.seconds:.2f} s: {e.modules} modules, {e.rss / 2**20:.0f} MiB"
+    ),
+    of_agent.ForkServerEnded: lambda e: "another fork server is started",
+    of_agent.ForkServerGaveUp: lambda e: "no fork server any more: workers are started fresh",
+    of_agent.PreloadLeftOut: lambda e: f"the fork server does without {e.module}",
+    of_agent.ClockCompared: lambda e: (
+        f"this node's clock since its boot is {e.offset_ns / 1e6:.3f} ms ahead of node {e.reference}'s, "
+        f"give or take {e.bound_ns / 1e6:.3f} ms"
+    ),
+    of_agent.OutputLost: _output_lost,
+    of_agent.FilesystemRefused: lambda e: (
+        f"the shared filesystem refused for {e.seconds:.0f} s{_to_the_end(e.over)}: {e.error}"
+        f"{f' ({e.path})' if e.path else ''}"
+    ),
+    of_agent.EventsDropped: lambda e: f"{e.count} events lost: the disk was full",
+    of_agent.HangSuspected: lambda e: f"the run seems to hang: {e.reason}",
+    of_agent.SlowRankFound: lambda e: str(e.slow),
+    of_agent.RunSlowed: lambda e: str(e.pace),
+    of_coordinator.RoundOpened: lambda e: f"round {e.round} opened",
+    of_coordinator.RoundConfirmed: lambda e: f"round {e.round} confirmed by all",
+    of_coordinator.NodeMissing: lambda e: f"round {e.round} begins without node {e.node}",
+    of_coordinator.StepAgreed: lambda e: f"round {e.round}",
+    of_coordinator.RunClosed: lambda e: f"the run is closed in round {e.round}: {_words(e.outcome)}",
+}
+_OF_ROUND: _Table = {
+    of_agent.RoundFinal: lambda e: (
+        f"{ranks_text(e.ranks)} of {e.world_size}, node {e.group_rank} of {e.group_world_size}, "
+        f"master {e.master}, {e.restarts_used} of {e.max_restarts} restarts used"
+    ),
+    of_agent.CheckpointChosen: lambda e: (
+        "no checkpoint"
+        if e.step is None
+        else f"continue from step {e.step}, {'on the nodes' if e.is_local else 'on the shared filesystem'}"
+    ),
+    of_agent.WorkersStarted: lambda e: (
+        f"{plural(len(e.pids), 'worker')} started{f'; fresh, since {e.started_fresh}' if e.started_fresh else ''}"
+    ),
+    of_agent.WorkerFailed: lambda e: (
+        f"rank {e.global_rank} failed, {'signal' if e.exitcode < 0 else 'exit code'} {abs(e.exitcode)} "
+        f"({_words(e.failure_class)}): {e.message}"
+    ),
+    of_agent.WorkerReplaced: lambda e: f"a fresh process ({e.pid}) takes the place of rank {e.rank}; the others stay",
+    of_agent.ReplacementRefused: lambda e: "all workers are to start again",
+    of_agent.InProcessRestarted: lambda e: (
+        f"the function starts again in its processes (iteration {e.iteration}, {e.seconds:.2f} s after the fault, "
+        f"{e.active_world_size} of {e.world_size} ranks active)"
+    ),
+    of_agent.InProcessLeft: lambda e: f"rank {e.rank} leaves the in-process restart group",
+    of_agent.InProcessGaveUp: lambda e: f"the in-process restart group gives up on rank {e.rank}",
+    of_agent.PlatformFailure: lambda e: "a part of hpc-elastic itself failed",
+    of_agent.SlowRankEnded: lambda e: f"rank {e.slow.rank} on {e.slow.host} was slow for {e.seconds:.0f} s",
+    of_agent.RunSlowEnded: lambda e: f"the run was slower than in its best hour for {e.seconds:.0f} s",
+    of_agent.HangFound: lambda e: f"no heartbeat for {e.limit} s",
+    of_agent.StacksTaken: lambda e: (
+        f"stacks of {ranks_text([rank for group in e.groups for rank in group.ranks])} taken"
+        f"{f', none of {ranks_text(e.silent)}' if e.silent else ''}"
+    ),
+    of_agent.RanksObserved: lambda e: "; ".join(
+        f"rank {one.rank} {'failed ' if one.failed else ''}{one.where}" for one in e.ranks
+    ),
+    of_agent.WorkersStopping: lambda e: "workers are being stopped",
+    of_agent.WorkersStopped: _workers_stopped,
+    of_agent.WorkersSucceeded: lambda e: "all workers here ended with 0",
+    of_coordinator.RoundFrozen: lambda e: f"{plural(len(e.nodes), 'node')} are in",
+    of_coordinator.NodesWaiting: lambda e: "nodes wait",
+    of_coordinator.NodesAsked: lambda e: "checking whether nodes are alive",
+    of_coordinator.CoordinatorChanged: lambda e: "this node coordinates now",
+    of_coordinator.SignalHeard: lambda e: "the supervisor is asked what a signal means",
+    of_coordinator.NoticeGiven: lambda e: f"the job is about to end; workers have {e.seconds:.0f} s to save",
+}
+"""Behind the round's number."""
+_OF_NODE: Mapping[type[RunEvent], Callable[[Any, str], str]] = {
+    of_coordinator.NodeLost: lambda e, name: f"{name} is taken out of round {e.round}{_silence(e)}",
+    of_coordinator.NodeLeft: lambda e, name: f"{name} left",
+    of_coordinator.SpareLost: lambda e, name: f"{name}, which waited for a place, had died{_silence(e)}",
+    of_coordinator.NodeReplaced: lambda e, name: (
+        f"round {e.round}: {name} took the place of {e.replaces_host or f'node {e.replaces_node}'} "
+        f"(node {e.group_rank} of the round)"
+    ),
+    of_coordinator.LinkLost: lambda e, name: (
+        f"the network link to {name} was lost for {e.seconds:.0f} s{_to_the_end(e.over)}"
+    ),
+}
