@@ -23,8 +23,8 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json
+from hpc_elastic.failures.peers import Address, serving_socket, socket_inodes
 from hpc_elastic.run.activities import Source
-from hpc_elastic.workers.sockets import Address, serving_socket, socket_inodes
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
 
 if TYPE_CHECKING:

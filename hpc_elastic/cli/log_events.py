@@ -28,7 +28,7 @@ from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
 from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
-from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import AttemptPaths
 
 _BAD = (

@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import FileExecutor
+from hpc_elastic.base.text import first_of
 from hpc_elastic.output.terminal import readable, with_prefix
 from hpc_elastic.run.agent_events import OutputLost, StreamLoss
 from hpc_elastic.run.paths import round_index

@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.files import names_in, open_file, size_of
+from hpc_elastic.output.log_files import HEADER, LARGEST, MARK, STDERR, STDOUT
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.run.agent_events import RoundFinal
 from hpc_elastic.run.event_reader import read_events

@@ -15,7 +15,6 @@ from typing import Any
 from msgspec import Struct
 
 from hpc_elastic.base.files import write_private
-from hpc_elastic.base.outcome import GivenUp
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, with_end
@@ -25,9 +24,9 @@ from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_job_log, render_text
 from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
+from hpc_elastic.run.heartbeats import SLOW_RANK
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, is_everywhere
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.slow_ranks import SLOW_RANK
+from hpc_elastic.run.paths import GivenUp, RunPaths
 
 
 class ReportResult(Struct, frozen=True, kw_only=True):

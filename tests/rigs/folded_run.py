@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_elastic.base.files import OUTPUT, RECORDS, open_file, read_parts
+from hpc_elastic.output.log_files import STDOUT
 from hpc_elastic.output.log_streams import round_numbers, streams_of
 from hpc_elastic.run.paths import AttemptPaths
 

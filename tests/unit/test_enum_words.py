@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 import hpc_elastic
+from hpc_elastic.cli.log_events import describe_event
 from hpc_elastic.cli.status import status_json, status_line, status_lines
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource

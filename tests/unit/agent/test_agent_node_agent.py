@@ -26,7 +26,7 @@ from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.save_reports import PreemptionWatch
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
-from hpc_elastic.failures.contrast import moment_after
+from hpc_elastic.failures.classify import moment_after
 from hpc_elastic.failures.ranking import ALL_ALIKE, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed

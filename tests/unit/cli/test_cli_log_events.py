@@ -1,4 +1,4 @@
-"""``hpc-elastic logs --events``: which lines, in which order, each with its reason; following is tested with real runs."""
+"""``hpc-elastic logs --events``: which lines, in which order, each with its reason; real runs test following."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_elastic.base.codec import to_json
 from hpc_elastic.cli.log_events import describe_event
 from hpc_elastic.cli.main import main
 from hpc_elastic.run.event_reader import EVENTS, event_line
-from hpc_elastic.run.event_types import RunEvent, SupervisorEvent
+from hpc_elastic.run.events import RunEvent, SupervisorEvent
 from tests.rigs.event_samples import KINDS, sample
 from tests.rigs.run_builder import RunBuilder, make_failure
 
