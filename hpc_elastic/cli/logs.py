@@ -30,8 +30,8 @@ from hpc_elastic.cli.run_argument import (
 )
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output import log_streams
+from hpc_elastic.output.log_files import STDERR, STDOUT
 from hpc_elastic.output.log_reader import Chunk, FollowedFiles, OutputReader
-from hpc_elastic.output.log_times import STDERR, STDOUT
 from hpc_elastic.output.terminal import harmless, one_line, with_prefix
 from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hpc_elastic.inprocess.monitor_thread import RankShouldRestart
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess.abort import cut, open_sockets, ports
+from hpc_elastic.inprocess.progress_watchdog import RankShouldRestart
 from hpc_elastic.inprocess.tools.inject_fault import Fault, strike
 from tests.rigs.swallowing import in_c_callback, in_destructor, in_except, in_generator
 
