@@ -10,13 +10,12 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.main import print_note
 from hpc_elastic.cli.run import create_run_in_job, nodes_of
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.batch import run_batch
-from hpc_elastic.launch.run_directory import why_not_shared
-from hpc_elastic.launch.step import (
+from hpc_elastic.launch.batch import (
     StepRendezvous,
     StepRun,
     become_agent,
     check_one_task_per_node,
+    run_batch,
     step_nodes,
 )
 from hpc_elastic.options.job_options import ignored_in_allocation, notice_seconds

@@ -18,7 +18,6 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.main import print_note
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.node_claims import NodeWish, open_claims
 from hpc_elastic.launch.run_directory import (
     check_checkpoint_dir,
     create_run,
@@ -26,6 +25,7 @@ from hpc_elastic.launch.run_directory import (
     make_runs_dir,
     why_not_shared,
 )
+from hpc_elastic.launch.slurm_site import NodeWish, open_claims
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec, cluster_here, runs_directory, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions, parse_nodes, refuse_het_job

@@ -22,13 +22,14 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import (
     A_BUG,
     AttemptResult,
+    EligibleNodes,
+    NextAttempt,
     RequeueAction,
     RequeueDecision,
     RequeueWay,
     decide_requeue,
     idle_attempts,
 )
-from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import AttemptContext, Site
 from hpc_elastic.rendezvous.round_log import RESERVE

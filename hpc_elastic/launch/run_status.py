@@ -1,7 +1,7 @@
 """The present state of a run: by its files and, where they hold no end, by Slurm.
 
-Events are too much to read for a line of `list`. Ages compare this host's wall clock with the writers': for people,
-not for decisions.
+Events are too much to read for a line of `list`: workers' progress is read from their heartbeats, or from the growth of
+their logs. Ages compare this host's wall clock with the writers': for people, not for decisions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,20 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import read_attempt
-from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_output, read_steps
-from hpc_elastic.options.sbatch import COMMENT_MARK, parse_array
+from hpc_elastic.options.sbatch import COMMENT_MARK
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.activities import Suspicion
-from hpc_elastic.run.heartbeats import NOW, ProgressSource, RunPace, SlowRank, SlowRanks
+from hpc_elastic.run.heartbeats import (
+    COUNTED,
+    NOW,
+    NodeHeartbeats,
+    ProgressSource,
+    RankHeartbeat,
+    RunPace,
+    SlowRank,
+    SlowRanks,
+)
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.paths import (
@@ -43,15 +51,131 @@ from hpc_elastic.run.paths import (
     task_index,
 )
 from hpc_elastic.run.spec import Preload, RunSpec, UnreadableRunError, load_preload, load_run_spec
-from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId, SlurmError, SlurmMissingError, UnknownJobError
+from hpc_elastic.slurm.client import SlurmClient, query_job_states
+from hpc_elastic.slurm.commands import JobId, SlurmError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.slurm.notation import local_time
 from hpc_elastic.store.file_store import FileStore, FoldedStore
 
+_MOST_RANKS_LOOKED_AT = 64
+
+
+class StepStatus(Struct, frozen=True, kw_only=True):
+    """Ages in seconds."""
+
+    least: int
+    most: int
+    behind: tuple[int, ...]
+    """Ranks at `least`, unless all are there."""
+    ranks: int
+    told_seconds: float
+    heartbeat_seconds: float | None = None
+    steps_per_second: float | None = None
+    """The slowest node's, over the last minute; None: not known yet."""
+    total: int | None = None
+    seconds_to_end: float | None = None
+    loss: float | None = None
+    """The lowest reporting rank's last one."""
+    checkpoint_seconds: float | None = None
+    checkpoint_step: int | None = None
+    source: ProgressSource
+
+
+class OutputStatus(Struct, frozen=True, kw_only=True):
+    bytes: int
+    silent_seconds: float | None
+    """None: none has printed yet."""
+    newest_rank: int | None
+    silent_ranks: int
+    ranks: int
+    """Number of ranks looked at: of a large run 64, evenly chosen."""
+
+
+def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> tuple[StepStatus | None, float | None]:
+    known: dict[ProgressSource, dict[int, int]] = {}
+    resting: list[float] = []
+    paces: list[float] = []
+    totals: list[int] = []
+    losses: list[float] = []
+    saved: list[tuple[float, RankHeartbeat]] = []
+    newest, heard = 0, None
+    for member in record.members:
+        found = codec.load(attempt.heartbeats(member.node), NodeHeartbeats)
+        if isinstance(found, Unreadable) or found.round != record.round:
+            continue
+        age = max(0.0, (now_ns - found.written_ns) / 1e9)
+        for beat in found.ranks:
+            source = ProgressSource.HEARTBEAT if beat.step is not None else beat.source
+            step = beat.counted_steps if beat.step is None else beat.step
+            if step is not None and source is not ProgressSource.UNKNOWN:  # an earlier version named no source
+                known.setdefault(source, {})[beat.rank] = step
+        if found.progress is not None and found.progress.resting is not None:
+            resting.append(found.progress.resting and found.progress.resting + age)
+        saved += [(age + beat.saved_age, beat) for beat in found.ranks if beat.saved_age is not None]
+        ages = [age + beat.age for beat in found.ranks if beat.count or beat.counted_steps]
+        heard = min([*ages, *([heard] if heard is not None else [])], default=None)
+        paces += [found.steps_per_second] if found.steps_per_second is not None else []
+        totals += [found.total] if found.total is not None else []
+        losses += [found.loss] if found.loss is not None else []
+        newest = max(newest, found.written_ns)
+    at_rest = min(resting) if resting and len(resting) == len(record.members) else None
+    if not known:
+        return None, at_rest
+    source = min(known, key=[ProgressSource.HEARTBEAT, *COUNTED].index)
+    steps = known[source]
+    least, most = min(steps.values()), max(steps.values())
+    pace, total = min(paces, default=None), max(totals, default=None)
+    status = StepStatus(
+        least=least,
+        most=most,
+        behind=tuple(sorted(rank for rank, step in steps.items() if step == least)) if least < most else (),
+        ranks=len(steps),
+        source=source,
+        told_seconds=round(max(0.0, (now_ns - newest) / 1e9), 1),
+        heartbeat_seconds=None if heard is None else round(heard, 1),
+        steps_per_second=pace,
+        total=total,
+        seconds_to_end=round(max(0, total - least) / pace, 1) if pace and total is not None else None,
+        loss=losses[0] if losses else None,
+        checkpoint_seconds=round(min(age for age, _ in saved), 1) if saved else None,
+        checkpoint_step=max((beat.saved_step for _, beat in saved if beat.saved_step is not None), default=None),
+    )
+    return status, at_rest
+
+
+def read_output(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> OutputStatus:
+    world = sum(member.local_world_size for member in record.members)
+    step = max(1, -(-world // _MOST_RANKS_LOOKED_AT))
+    written, newest, silent, looked = 0, (0, -1), 0, 0
+    for rank in range(0, world, step):
+        paths = attempt.rank(record.round, rank)
+        sizes = [found for path in (paths.stdout, paths.stderr) if (found := _size(path)) is not None]
+        looked += 1
+        size = sum(found[0] for found in sizes)
+        written += size
+        silent += not size
+        if size:
+            newest = max(newest, (max(when for size, when in sizes if size), rank))
+    has_printed = newest[1] >= 0
+    return OutputStatus(
+        bytes=written,
+        silent_seconds=round(max(0.0, (now_ns - newest[0]) / 1e9), 1) if has_printed else None,
+        newest_rank=newest[1] if has_printed else None,
+        silent_ranks=silent,
+        ranks=looked,
+    )
+
+
+def _size(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
 _LARGEST_RECORD = 16 << 20
 _LAST_LINES = 20
-_JOBS_AT_ONCE = 500
 _CLOCKS_DIFFER_SECONDS = 600.0
 FORGOTTEN_SECONDS = 300.0
 """Files of a run unchanged this long, whose job Slurm has forgotten (MinJobAge, 300 s mostly): it has ended."""
@@ -337,77 +461,6 @@ def _is_of(state: JobState, paths: RunPaths) -> bool:
     if info is None or started is None:
         return state.phase is not JobPhase.PENDING
     return started < info.started_ns / 1e9 + _CLOCKS_DIFFER_SECONDS
-
-
-def query_job_states(
-    client: SlurmClient, jobs: Sequence[JobId], *, warn: Callable[[str], None]
-) -> dict[JobId, JobState | None]:
-    """Ask each job's controller, and the accounting about jobs that it has forgotten.
-
-    `warn` gets a sentence where Slurm can't be asked.
-
-    Returns:
-        None for a job that neither knows. A job that could not be asked about is missing; on another cluster that can't
-        be asked, its state is ``UNKNOWN``.
-    """
-    found: dict[JobId, JobState | None] = {}
-    groups: dict[str | None, dict[str, list[JobId]]] = {}
-    for job in jobs:
-        groups.setdefault(job.cluster, {}).setdefault(job.number.partition("_")[0], []).append(job)
-    for cluster, arrays in groups.items():
-        # An array is asked about as one.
-        all_asked = [(some[0] if len(some) == 1 else JobId(base, cluster), some) for base, some in arrays.items()]
-        for begin in range(0, len(all_asked), _JOBS_AT_ONCE):
-            asked = all_asked[begin : begin + _JOBS_AT_ONCE]
-            some = [job for _, group in asked for job in group]
-            try:
-                here = _by_job(client.queue_states([job for job, _ in asked]), some)
-                forgotten = [job for job, group in asked if any(one not in here for one in group)]
-                if forgotten:
-                    here = _by_job(client.accounted(forgotten), some) | here
-            except SlurmMissingError:
-                break
-            except SlurmError as error:
-                if cluster is None or "-M" not in error.facts["argv"]:
-                    warn(f"Slurm does not answer: {error}")
-                    return found
-                why = f"on cluster {cluster}, not asked here"
-                warn(f"job {some[0]} is {why}: {error.why}")
-                found |= {job: JobState(job_id=str(job), state="UNKNOWN", reason=why, cluster=cluster) for job in some}
-                break
-            found |= {job: here.get(job) for job in some}
-    return found
-
-
-def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[JobId, JobState]:
-    of_base: dict[str, list[JobState]] = {}
-    for state in states:
-        base = state.array_job_id or state.job_id.partition("+")[0]  # 70+0: of a het job
-        of_base.setdefault(base, []).append(state)
-    found: dict[JobId, JobState] = {}
-    for job in jobs:
-        base, _, task = job.number.partition("_")
-        own = of_base.get(base, [])
-        # Of a long list of tasks that wait an older squeue shows the beginning alone.
-        rest = next((one for one in own if (one.array_task_id or "").rstrip("]").endswith("...")), None)
-        match = states_by_task(own).get(int(task), rest) if task.isdecimal() else next(iter(own), None)
-        if match is None and len(jobs) == 1 and own:
-            match = own[0]
-        if match is not None:
-            found[job] = match
-    return found
-
-
-def states_by_task(states: Sequence[JobState]) -> dict[int, JobState]:
-    """States of an array's tasks; waiting ones have one line for all, as in ``70_[3-5,7%2]``."""
-    found: dict[int, JobState] = {}
-    for state in states:
-        try:
-            tasks = parse_array((state.array_task_id or "").strip("[]"))
-        except UsageError:
-            continue  # a long list is cut: "[0-7,…]"
-        found.update(dict.fromkeys(tasks, state))
-    return found
 
 
 def ends_by_slurm(

@@ -12,7 +12,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.failures.classify import signal_name
-from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued
+from hpc_elastic.launch.requeue import EligibleNodes, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.run.events import EventLog

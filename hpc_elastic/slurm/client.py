@@ -15,6 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options.sbatch import parse_array
 from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.commands import (
     JobId,
@@ -131,6 +133,7 @@ class CommandResult(Struct, frozen=True, kw_only=True):
 
 CommandRunner = Callable[..., CommandResult]
 """``runner(argv, timeout=SECONDS)`` runs one command to its end, with the exceptions of `subprocess.run`."""
+_JOBS_AT_ONCE = 500
 ASKED_AGAIN = 3
 """Slurm signals all processes of a batch script that it ends (seen on 22.05): the command that asks why, too."""
 
@@ -346,3 +349,74 @@ class SlurmClient(Struct, eq=False):
 
 def _failure(error: type[SlurmError], *, what: str, why: str, argv: Sequence[str], result: CommandResult) -> SlurmError:
     return error(what=what, why=why, argv=tuple(argv), rc=result.rc, stdout=result.stdout, stderr=result.stderr)
+
+
+def query_job_states(
+    client: SlurmClient, jobs: Sequence[JobId], *, warn: Callable[[str], None]
+) -> dict[JobId, JobState | None]:
+    """Ask each job's controller, and the accounting about jobs that it has forgotten.
+
+    `warn` gets a sentence where Slurm can't be asked.
+
+    Returns:
+        None for a job that neither knows. A job that could not be asked about is missing; on another cluster that can't
+        be asked, its state is ``UNKNOWN``.
+    """
+    found: dict[JobId, JobState | None] = {}
+    groups: dict[str | None, dict[str, list[JobId]]] = {}
+    for job in jobs:
+        groups.setdefault(job.cluster, {}).setdefault(job.number.partition("_")[0], []).append(job)
+    for cluster, arrays in groups.items():
+        # An array is asked about as one.
+        all_asked = [(some[0] if len(some) == 1 else JobId(base, cluster), some) for base, some in arrays.items()]
+        for begin in range(0, len(all_asked), _JOBS_AT_ONCE):
+            asked = all_asked[begin : begin + _JOBS_AT_ONCE]
+            some = [job for _, group in asked for job in group]
+            try:
+                here = _by_job(client.queue_states([job for job, _ in asked]), some)
+                forgotten = [job for job, group in asked if any(one not in here for one in group)]
+                if forgotten:
+                    here = _by_job(client.accounted(forgotten), some) | here
+            except SlurmMissingError:
+                break
+            except SlurmError as error:
+                if cluster is None or "-M" not in error.facts["argv"]:
+                    warn(f"Slurm does not answer: {error}")
+                    return found
+                why = f"on cluster {cluster}, not asked here"
+                warn(f"job {some[0]} is {why}: {error.why}")
+                found |= {job: JobState(job_id=str(job), state="UNKNOWN", reason=why, cluster=cluster) for job in some}
+                break
+            found |= {job: here.get(job) for job in some}
+    return found
+
+
+def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[JobId, JobState]:
+    of_base: dict[str, list[JobState]] = {}
+    for state in states:
+        base = state.array_job_id or state.job_id.partition("+")[0]  # 70+0: of a het job
+        of_base.setdefault(base, []).append(state)
+    found: dict[JobId, JobState] = {}
+    for job in jobs:
+        base, _, task = job.number.partition("_")
+        own = of_base.get(base, [])
+        # Of a long list of tasks that wait an older squeue shows the beginning alone.
+        rest = next((one for one in own if (one.array_task_id or "").rstrip("]").endswith("...")), None)
+        match = states_by_task(own).get(int(task), rest) if task.isdecimal() else next(iter(own), None)
+        if match is None and len(jobs) == 1 and own:
+            match = own[0]
+        if match is not None:
+            found[job] = match
+    return found
+
+
+def states_by_task(states: Sequence[JobState]) -> dict[int, JobState]:
+    """States of an array's tasks; waiting ones have one line for all, as in ``70_[3-5,7%2]``."""
+    found: dict[int, JobState] = {}
+    for state in states:
+        try:
+            tasks = parse_array((state.array_task_id or "").strip("[]"))
+        except UsageError:
+            continue  # a long list is cut: "[0-7,…]"
+        found.update(dict.fromkeys(tasks, state))
+    return found

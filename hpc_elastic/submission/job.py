@@ -17,11 +17,11 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import read_bytes, sole_owner
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import job_now
-from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS, job_of_run, query_job_states, silent_for
+from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS, job_of_run, silent_for
 from hpc_elastic.run.index import jobs_of
 from hpc_elastic.run.paths import Outcome, RunPaths, StoredResult
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
-from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner, query_job_states
 from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.submission import local_process, outcome

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.launch import node_claims
-from hpc_elastic.launch.node_claims import NodeWish, host_lock, open_claims
+from hpc_elastic.launch import slurm_site
+from hpc_elastic.launch.slurm_site import NodeWish, host_lock, open_claims
 
 FORK = multiprocessing.get_context("fork")
 DEADLINE_SECONDS = 60
@@ -56,7 +56,7 @@ def test_a_lock_that_is_never_released_is_waited_for_and_then_done_without(
 def test_two_runs_that_choose_at_once_both_get_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the lock one finds all nodes in the hands of the other, which keeps two of the four."""
     both_choose = FORK.Barrier(2)
-    choose = node_claims.choose_nodes
+    choose = slurm_site.choose_nodes
 
     def meet_and_choose(*args: Any) -> Any:
         try:
@@ -73,6 +73,6 @@ def test_two_runs_that_choose_at_once_both_get_nodes(tmp_path: Path, monkeypatch
 
     both_have_chosen = FORK.Barrier(2)
     with monkeypatch.context() as patched:
-        patched.setattr(node_claims, "choose_nodes", meet_and_choose)
+        patched.setattr(slurm_site, "choose_nodes", meet_and_choose)
         in_two_processes(claim)
     assert [(tmp_path / first).read_text() for first in ("n1", "n3")] == ["n1 n2", "n3 n4"]

@@ -16,13 +16,12 @@ from hpc_elastic.cli import follow, list_runs, run_job, status
 from hpc_elastic.cli.run_argument import asked_run, find_run_dir
 from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch import run_status
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.options.table import read_arguments
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
-from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.client import SlurmClient, query_job_states, states_by_task
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import JobState, parse_squeue
 from tests.rigs.captures import VERSIONS, captured
@@ -170,7 +169,7 @@ def test_a_list_that_squeue_cut_short_is_no_error() -> None:
     states = parse_squeue(
         "48_[0-2,4%2]|PENDING|None|0:00|5:00|1||(None)|N/A|N/A|1|N/A\n48_[7,...]|PENDING|||||||||| \n"
     )
-    assert sorted(run_status.states_by_task(states)) == [0, 1, 2, 4]
+    assert sorted(states_by_task(states)) == [0, 1, 2, 4]
 
 
 def test_the_list_has_a_line_for_each(array: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +206,7 @@ def test_a_het_job_is_found_by_its_leaders_id(version: str) -> None:
     states = parse_squeue(captured(version, "squeue-running-het")[1])
     leader = states[0].job_id.partition("+")[0]
     client = SimpleNamespace(queue_states=lambda jobs: states, accounted=lambda jobs: ())
-    found = run_status.query_job_states(cast(SlurmClient, client), [JobId(leader)], warn=pytest.fail)
+    found = query_job_states(cast(SlurmClient, client), [JobId(leader)], warn=pytest.fail)
     assert found[JobId(leader)] in states
 
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.launch.conclude import checked, keep_evidence, next_nodes, nodes_needed
-from hpc_elastic.launch.requeue_job import EligibleNodes
+from hpc_elastic.launch.requeue import EligibleNodes
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, load_record, save_record
 from hpc_elastic.run.option_values import parse_bad_nodes
 from hpc_elastic.run.paths import RunPaths

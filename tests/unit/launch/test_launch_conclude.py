@@ -12,8 +12,15 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.launch.conclude import conclude
-from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision, RequeueWay
-from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt, Requeued
+from hpc_elastic.launch.requeue import (
+    AttemptResult,
+    EligibleNodes,
+    NextAttempt,
+    RequeueAction,
+    Requeued,
+    RequeueDecision,
+    RequeueWay,
+)
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.run.events import EventLog

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.node_claims import NodeClaims, NodeWish, choose_nodes, open_claims
+from hpc_elastic.launch.slurm_site import NodeClaims, NodeWish, choose_nodes, open_claims
 from tests.rigs.fake_clock import FakeClock
 
 NODES = ("n1", "n2", "n3", "n4")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.launch.requeue import RequeueWay
-from hpc_elastic.launch.requeue_job import (
+from hpc_elastic.launch.requeue import (
     CONTROLLER_PATIENCE,
     GONE_SECONDS,
     GONE_WITH_EPILOG,
     JobRequeuer,
     NextAttempt,
+    RequeueWay,
     follow_on_arguments,
 )
 from hpc_elastic.slurm.commands import (

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir, write_private
 from hpc_elastic.cli.status import duration, status_json, status_line, status_lines
-from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
-from hpc_elastic.launch.run_status import RunState, RunStatus, read_status, state_of
+from hpc_elastic.launch.run_status import OutputStatus, RunState, RunStatus, StepStatus, read_status, state_of
 from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status

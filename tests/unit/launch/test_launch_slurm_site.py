@@ -14,8 +14,7 @@ from msgspec.structs import replace
 import hpc_elastic
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import run_of_this_job
-from hpc_elastic.launch.requeue import RequeueWay
-from hpc_elastic.launch.requeue_job import EligibleNodes, NextAttempt
+from hpc_elastic.launch.requeue import EligibleNodes, NextAttempt, RequeueWay
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Allocation

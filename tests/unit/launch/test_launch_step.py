@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.step import StepRendezvous, StepRun, check_one_task_per_node, step_nodes
+from hpc_elastic.launch.batch import StepRendezvous, StepRun, check_one_task_per_node, step_nodes
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from tests.rigs.captures import DATA, VERSIONS, names
 from tests.rigs.fake_clock import FakeClock
