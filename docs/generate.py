@@ -32,7 +32,7 @@ from hpc_elastic.agent import supervision  # noqa: E402
 from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
 from hpc_elastic.failures import patterns  # noqa: E402
-from hpc_elastic.launch import signals  # noqa: E402
+from hpc_elastic.launch import site  # noqa: E402
 from hpc_elastic.options.run_request import ALL_OPTIONS  # noqa: E402
 from hpc_elastic.options.table import Keys, key_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
@@ -115,7 +115,7 @@ A key is the long name of an option, which [the command line](cli.md#submit) exp
 SIGNALS_INTRODUCTION = """\
 ## Signals
 
-<!-- Written from here on by docs/generate.py, from the tables in hpc_elastic/launch/signals.py,
+<!-- Written from here on by docs/generate.py, from the tables in hpc_elastic/launch/site.py,
 hpc_elastic/rendezvous/state.py, hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/state.py; do not edit. -->
 
 Slurm sends SIGTERM at the beginning and the end of a preemption's grace time, at the time limit, at a cancel and at a
@@ -260,10 +260,10 @@ def exit_codes_page() -> str:
 
 def signals_section() -> str:
     """The table, with equal rows of several of Slurm's answers, or of both hearers, in one."""
-    said: dict[tuple[str, tuple[str, ...], signals.Reaction], list[str]] = {}
-    for call, halves in signals.TABLE.items():
-        for condition in signals.JobCondition:
-            found: dict[signals.Reaction, list[str]] = {}
+    said: dict[tuple[str, tuple[str, ...], site.Reaction], list[str]] = {}
+    for call, halves in site.TABLE.items():
+        for condition in site.JobCondition:
+            found: dict[site.Reaction, list[str]] = {}
             for heard_by, rows in halves.items():
                 if condition in rows:
                     found.setdefault(rows[condition], []).append(heard_by.value)
@@ -271,17 +271,17 @@ def signals_section() -> str:
                 said.setdefault((call.value, tuple(hearers), row), []).append(condition.value)
     lines = []
     for (call_text, by, row), words in said.items():
-        who = "" if len(by) == len(signals.HeardBy) else f" ({by[0]})"
+        who = "" if len(by) == len(site.HeardBy) else f" ({by[0]})"
         saves = f"save, until {row.deadline.value}" if row.saves else "end"
-        asked = "any answer" if len(words) == len(signals.JobCondition) else "; ".join(words)
+        asked = "any answer" if len(words) == len(site.JobCondition) else "; ".join(words)
         lines.append(f"| {call_text}{who} | {asked} | {row.meaning.value} | {saves} | {_who_requeues(row, words)} |")
     return SIGNALS_INTRODUCTION + "\n".join(lines) + "\n" + SIGNALS_END
 
 
-def _who_requeues(row: signals.Reaction, words: list[str]) -> str:
-    if row.meaning is signals.Meaning.CANCEL:
+def _who_requeues(row: site.Reaction, words: list[str]) -> str:
+    if row.meaning is site.Meaning.CANCEL:
         return "–"
-    return "Slurm" if words == [signals.JobCondition.REQUEUED.value] else "the run"
+    return "Slurm" if words == [site.JobCondition.REQUEUED.value] else "the run"
 
 
 def known_failures_page() -> str:

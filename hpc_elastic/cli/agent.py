@@ -18,6 +18,7 @@ from hpc_elastic.launch.batch import (
     run_batch,
     step_nodes,
 )
+from hpc_elastic.launch.run_directory import why_not_shared
 from hpc_elastic.options.job_options import ignored_in_allocation, notice_seconds
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.sbatch import refuse_het_job

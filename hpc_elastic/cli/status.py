@@ -21,7 +21,6 @@ from hpc_elastic.cli import run_job
 from hpc_elastic.cli.main import is_terminal, output_failed, print_note, width_for
 from hpc_elastic.cli.run_argument import LAST_HELP, RUN_PARAMETERS
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.job_watch import nodes_differ
 from hpc_elastic.launch.run_status import (
     OutputStatus,
     RunState,
@@ -31,6 +30,7 @@ from hpc_elastic.launch.run_status import (
     read_status,
     with_slurms_log,
 )
+from hpc_elastic.launch.site import nodes_differ
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import array_tasks, jobs_of

@@ -1,4 +1,4 @@
-"""The agents of an attempt, as the supervisor keeps them: one on each node, until a node is given up.
+"""The agents of an attempt, as the supervisor keeps them: one on each node, by a `Launcher`, until a node is given up.
 
 An agent announces itself in the store before all else. What ends without having done so was never an agent, and the
 node is *unable* after one more start.
@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.self_command import own_command
 from hpc_elastic.base.text import plural
-from hpc_elastic.launch.site import AgentEnd, Launcher, describe_code
+from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import is_everywhere
-from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp
+from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp, RunPaths
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.run.supervisor_events import AgentProcessEnded, AgentRelaunched, AgentsLaunched, NodeGivenUp
+from hpc_elastic.workers.tree import node_key
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,66 @@ _LEFT = {
     # Never with a new agent: it would take an empty folder for a run that begins.
     STORE_LOST_CODE: (GivenUp.STORE_LOST, "its agent has lost the run's store"),
 }
+
+
+class AgentEnd(Struct, frozen=True, kw_only=True):
+    node: int
+    code: int | None
+    """The code as `subprocess` has it; None: unknown."""
+    detail: str
+    started: bool = True
+    lasts: bool = False
+    """`detail` is a refusal that would come back, and blames no node."""
+    gone: bool = False
+    """The site has given the node up: it never comes back into this job."""
+
+
+def describe_code(code: int | None) -> str:
+    if code is None:
+        return "unknown"
+    return signal_name(-code) if code < 0 else f"exit code {code}"
+
+
+def agent_command(paths: RunPaths, attempt: int, *arguments: str) -> list[str]:
+    return own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt), *arguments)
+
+
+def node_mark(spec: RunSpec, cluster: str, node: int = 0) -> str:
+    return f"{spec.uid}:{node_key(cluster, node)}"
+
+
+class Launcher(Protocol):
+    @property
+    def unlaunched(self) -> Mapping[int, str]: ...
+
+    @property
+    def hears_all_ends(self) -> bool: ...
+
+    def launch(self) -> None: ...
+
+    def relaunch(self, node: int) -> None: ...
+
+    def filenos(self) -> list[int]: ...
+
+    def due(self) -> float | None:
+        """When `take` may have something that no descriptor announces, on the monotonic clock; None: never."""
+        ...
+
+    def take(self) -> list[AgentEnd]: ...
+
+    def last_message(self, node: int) -> str:
+        """The newest start's last error line on a node, which may come a moment after the end; empty: unknown."""
+        ...
+
+    def running(self) -> bool: ...
+
+    def terminate(self) -> None:
+        """SIGTERM to all agents; a repeated call does it again."""
+        ...
+
+    def end(self, *, within: float) -> None:
+        """Leave nothing of ours behind: SIGTERM, and SIGKILL after `within` seconds."""
+        ...
 
 
 class UnableNode(Struct, frozen=True, kw_only=True):

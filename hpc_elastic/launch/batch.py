@@ -24,26 +24,37 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base import codec
+from hpc_elastic.base.clock import Clock, RunClock, pause
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.agents import agent_command, node_mark
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
 from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.requeue import RequeueAction, closed_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.run_directory import make_runs_dir
-from hpc_elastic.launch.site import Allocation, AttemptContext, agent_command, node_mark, supervisor_events
+from hpc_elastic.launch.site import Allocation, AttemptContext, supervisor_events
 from hpc_elastic.launch.slurm_site import SlurmSite, own_script
 from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
-from hpc_elastic.run.paths import UNCONFIRMED_CODE, ExitCode, UnreadableAttemptError, load_attempt, load_result
+from hpc_elastic.run.paths import (
+    UNCONFIRMED_CODE,
+    AttemptInfo,
+    ExitCode,
+    RunPaths,
+    UnreadableAttemptError,
+    load_attempt,
+    load_result,
+)
+from hpc_elastic.run.spec import RunSpec, Runtime
 from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.slurm.commands import SlurmError
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
-from hpc_elastic.store.base import StoreError
-from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.file_store import FileStore, StoreError
 from hpc_elastic.workers.linux import SignalQueue, not_ignored
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 

@@ -3,7 +3,7 @@
 From Slurm's signal on, and once the job is requeued, SIGKILL is KillWait away. So there are two orders: `in_order` asks
 Slurm for the next attempt last, and writes again what that changed; `in_haste`, where Slurm's signal has come already,
 asks first. This process may be killed between any two steps, and another (`batch`) may do them again: each step leaves
-files that are true, and `requeue_job` asks Slurm first what is done already.
+files that are true, and `JobRequeuer` asks Slurm first what is done already.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from hpc_elastic.launch.requeue import (
     decide_requeue,
     idle_attempts,
 )
-from hpc_elastic.launch.signals import JobCondition
-from hpc_elastic.launch.site import AttemptContext, Site
+from hpc_elastic.launch.site import AttemptContext, JobCondition, Site
 from hpc_elastic.rendezvous.round_log import RESERVE
 from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.node_score import (

@@ -18,10 +18,10 @@ from typing import NoReturn
 
 from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.loop import wait_readable
+from hpc_elastic.launch.agents import AgentEnd, agent_command, describe_code, node_mark
 from hpc_elastic.launch.requeue import NextAttempt, RequeueAction, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnd, Site, agent_command, attempt_facts, describe_code, node_mark
+from hpc_elastic.launch.site import JobCondition, Site, SlurmAnswer, attempt_facts
 from hpc_elastic.run.paths import AttemptInfo, RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers import linux, tree

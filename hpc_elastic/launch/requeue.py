@@ -18,6 +18,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT, made_progress, may_be_a_bug
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.loop import repeat
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import AttemptInfo, ExitCode, Outcome, StoredResult

@@ -27,12 +27,10 @@ from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
 from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
-from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.run_directory import claim_attempt, forget_attempt, give_way, slurm_job_ids
-from hpc_elastic.launch.signals import SignalResolver
-from hpc_elastic.launch.site import AttemptContext, Site, supervisor_events
-from hpc_elastic.launch.supersede import EarlierAttempts, StartInterruptedError
+from hpc_elastic.launch.site import AttemptContext, JobWatch, SignalResolver, Site, supervisor_events
+from hpc_elastic.launch.supersede import EarlierAttempts, EndClaim, StartInterruptedError
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.rendezvous.coordination import Coordination

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import read_bytes
+from hpc_elastic.base.files import Unreadable, read_bytes
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.options.sbatch import COMMENT_MARK

@@ -23,7 +23,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.launch.site import AgentEnd, describe_code
+from hpc_elastic.launch.agents import AgentEnd, describe_code
 from hpc_elastic.slurm.commands import SlurmError, classify, scrubbed_environment, srun_agents
 from hpc_elastic.slurm.notation import HostlistError, expand
 from hpc_elastic.workers.linux import signals_unblocked

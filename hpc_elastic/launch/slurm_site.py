@@ -28,7 +28,7 @@ from hpc_elastic.agent.worker_environment import pyxis_arguments
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.launch.job_watch import ControllerOutage
+from hpc_elastic.launch.agents import agent_command, node_mark
 from hpc_elastic.launch.requeue import (
     Arming,
     EligibleNodes,
@@ -39,8 +39,7 @@ from hpc_elastic.launch.requeue import (
     decide_arming,
     eligible_nodes,
 )
-from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import Allocation, Site, agent_command, attempt_facts, node_mark
+from hpc_elastic.launch.site import Allocation, ControllerOutage, JobCondition, Site, SlurmAnswer, attempt_facts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import AttemptInfo, RunPaths, task_index

@@ -3,6 +3,8 @@
 Slurm gives up a node that it can't reach, though the node may live, and starts the job again elsewhere. So the
 supervisor that has claimed attempt N+1 first closes the log of attempt N, as superseded: the log's compare-and-set is
 the fence. Attempt N's agents read that, answer it by a heartbeat, end their workers, and deregister.
+
+One closed attempt, one finisher: before the supervisor writes the verdict, `EndClaim` claims the right to do so.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from msgspec import UNSET, Struct, field
 
 from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock, pause
+from hpc_elastic.base.loop import start_thread
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_directory import read_attempt
-from hpc_elastic.launch.site import AttemptContext, supervisor_events
+from hpc_elastic.launch.site import Allocation, AttemptContext, SlurmQuestion, Start, supervisor_events
 from hpc_elastic.rendezvous.cache_invalidator import record_name
 from hpc_elastic.rendezvous.claims import BYE
-from hpc_elastic.rendezvous.ending import claim_end, close_run, newest_agents
+from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
+from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
@@ -310,3 +314,62 @@ def why_safe(silent: Collection[str], up: Collection[str], *, seconds: float) ->
             "use the run directory; its workers are ended as soon as it can"
         )
     return "; ".join(parts)
+
+
+ASK_AGAIN_SECONDS = 3.0
+_WHY = {
+    Allocation.LOST: "Slurm has given this node up, or has requeued the job",
+    Allocation.UNKNOWN: "Slurm can't be asked from here",
+}
+
+
+class EndClaim(Struct, eq=False):
+    """Claims the right to finish the closed attempt: Slurm confirms it, or no other process claims it for long."""
+
+    allocation: Callable[[], Allocation]
+    ask: Callable[[Callable[[Participant], None]], None]
+    clock: Clock
+    start: Start = start_thread
+    due: float | None = None
+    """When to call `step` next, monotonic; None: not begun, or over."""
+    _question: SlurmQuestion[Allocation] = UNSET  # type: ignore[assignment]
+    _deadline: float = 0.0
+    _ask_at: float = 0.0
+    _has_warned: bool = False
+
+    def __post_init__(self) -> None:
+        self._question = SlurmQuestion(self.allocation, self.start)
+
+    def fileno(self) -> int:
+        return self._question.fileno()
+
+    def begin(self) -> None:
+        self._deadline = self.due = self.clock.monotonic() + END_UNCONFIRMED
+        self.ask(lambda participant: participant.ending.announce_claim())
+        self._question.ask()
+
+    def step(self) -> None:
+        now = self.clock.monotonic()
+        answer = self._question.answer()
+        if self.due is None:
+            return
+        if answer is Allocation.HELD or now >= self._deadline:
+            self.claim()
+            return
+        if isinstance(answer, Allocation):
+            if not self._has_warned:
+                logger.warning(
+                    "finishing the attempt is left to another node for %.0f s: %s", END_UNCONFIRMED, _WHY[answer]
+                )
+            self._has_warned, self._ask_at = True, now + ASK_AGAIN_SECONDS
+        elif self._has_warned and now >= self._ask_at:
+            self._question.ask()
+        self.due = self._deadline if self._question.is_open else min(self._ask_at, self._deadline)
+
+    def claim(self) -> None:
+        """Claim without asking: Slurm's own signal has come, so Slurm reaches this node."""
+        self.stop()
+        self.ask(lambda participant: participant.ending.may_claim())
+
+    def stop(self) -> None:
+        self.due = None

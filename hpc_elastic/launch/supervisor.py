@@ -16,11 +16,10 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import seconds_until, wait_readable
 from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
-from hpc_elastic.launch.agents import Agents
-from hpc_elastic.launch.job_watch import EndClaim, JobWatch
+from hpc_elastic.launch.agents import Agents, Launcher
 from hpc_elastic.launch.requeue import AttemptResult, closed_result
-from hpc_elastic.launch.signals import HeardBy, Meaning, SignalDecision, SignalResolver
-from hpc_elastic.launch.site import Launcher
+from hpc_elastic.launch.site import HeardBy, JobWatch, Meaning, SignalDecision, SignalResolver
+from hpc_elastic.launch.supersede import EndClaim
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, AgentsDeparted, EndClaimed
 from hpc_elastic.rendezvous.participant import Refreshed

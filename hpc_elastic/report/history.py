@@ -269,7 +269,7 @@ class AttemptHistory(Struct, kw_only=True):
     versions: tuple[tuple[str, str], ...] = ()
     notices: tuple[str, ...] = ()
     meaning: str = ""
-    """The last signal's: a value of `launch.signals.JobCondition`; empty: none came."""
+    """The last signal's: a value of `launch.site.JobCondition`; empty: none came."""
     outages: tuple[Outage, ...] = ()
     output_lost: tuple[OutputLoss, ...] = ()
     commands: tuple[CommandFailure, ...] = ()

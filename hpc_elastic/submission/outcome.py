@@ -13,7 +13,7 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 from hpc_elastic.base.files import names_in, read_bytes, read_json
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 from hpc_elastic.launch.requeue import RequeueAction
-from hpc_elastic.launch.signals import Meaning
+from hpc_elastic.launch.site import Meaning
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import Outcome, RunPaths, StoredResult, load_newest_result
 from hpc_elastic.submission.call import UnreadableObjectError, newest_round, ranks, read_head, read_object, rounds

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.launch.site import agent_command
+from hpc_elastic.launch.agents import agent_command
 from tests.rigs.local_run import LocalRun
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.launch.site import AgentEnd
+from hpc_elastic.launch.agents import AgentEnd
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.launch.slurm_site import SlurmSite, own_script
 from hpc_elastic.run.paths import RunPaths

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from hpc_elastic.launch.job_watch import EndClaim
+from hpc_elastic.launch.agents import AgentEnd
 from hpc_elastic.launch.requeue import AttemptResult
-from hpc_elastic.launch.signals import JobCondition, SignalResolver, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnd, Allocation
+from hpc_elastic.launch.site import Allocation, JobCondition, SignalResolver, SlurmAnswer
+from hpc_elastic.launch.supersede import EndClaim
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Refusal

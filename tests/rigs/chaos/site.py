@@ -16,9 +16,10 @@ from typing import Any
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch import agents
+from hpc_elastic.launch.agents import AgentEnd
 from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.site import AgentEnd, Site, attempt_facts
+from hpc_elastic.launch.site import Site, attempt_facts
 from hpc_elastic.run.paths import AttemptInfo, RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.linux import SignalQueue

@@ -15,11 +15,11 @@ from hpc_elastic.launch.agents import (
     MAX_TRIALS,
     MESSAGE_SECONDS,
     RELAUNCHES_PER_NODE,
+    AgentEnd,
     Agents,
     UnableNode,
     UnableNodes,
 )
-from hpc_elastic.launch.site import AgentEnd
 from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
 from hpc_elastic.run.paths import UNHEALTHY_CODE, Outcome
 from tests.rigs.event_pairs import log_into

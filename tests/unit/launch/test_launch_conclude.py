@@ -21,8 +21,7 @@ from hpc_elastic.launch.requeue import (
     RequeueDecision,
     RequeueWay,
 )
-from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AttemptContext
+from hpc_elastic.launch.site import AttemptContext, JobCondition, SlurmAnswer
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import RequeueChoice

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.launch.job_watch import (
+from hpc_elastic.launch.site import (
     LOOK_SECONDS,
     RETRY_SECONDS,
     SOON_SECONDS,

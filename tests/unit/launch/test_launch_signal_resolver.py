@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.launch.signals import (
+from hpc_elastic.launch.site import (
     EARLY_NOTICE,
     SILENT_RETRY,
     HeardBy,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpc_elastic.launch.signals import (
+from hpc_elastic.launch.site import (
     TABLE,
     Heard,
     HeardBy,

@@ -16,8 +16,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import run_of_this_job
 from hpc_elastic.launch.requeue import EligibleNodes, NextAttempt, RequeueWay
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.launch.signals import JobCondition
-from hpc_elastic.launch.site import Allocation
+from hpc_elastic.launch.site import Allocation, JobCondition
 from hpc_elastic.launch.slurm_site import SlurmSite
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import ContainerImage, EntryKind, Entrypoint, Runtime

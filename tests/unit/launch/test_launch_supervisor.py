@@ -9,10 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from hpc_elastic.launch import supervisor as module
-from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS
-from hpc_elastic.launch.job_watch import LOOK_SECONDS, JobWatch
-from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnd, Allocation
+from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS, AgentEnd
+from hpc_elastic.launch.site import LOOK_SECONDS, Allocation, JobCondition, JobWatch, SlurmAnswer
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
     END_RESERVE,
