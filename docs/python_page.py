@@ -65,7 +65,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
                 "agent/worker_group.py:RunResult MonitorResult Worker WorkerGroup WorkerGroupFailureError",
             ),
             ("hpc_elastic.agent", "agent/supervision.py:WorkerState"),
-            ("hpc_elastic.agent.metrics", "agent/metrics.py:PrometheusMetrics"),
+            ("hpc_elastic.agent.supervision", "agent/supervision.py:PrometheusMetrics"),
             ("hpc_elastic.rendezvous.handler", "rendezvous/handler.py:FileRendezvousHandler"),
             ("hpc_elastic.rendezvous.handler_config", "rendezvous/handler_config.py:config_from_url"),
             ("hpc_elastic.failures", "failures/error_handler.py:record ChildFailedError ProcessFailure"),

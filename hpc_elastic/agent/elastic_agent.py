@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from hpc_elastic.agent import worker_group
-from hpc_elastic.agent.metrics import MetricSink, RoundFigures
-from hpc_elastic.agent.supervision import WorkerState
+from hpc_elastic.agent.supervision import MetricSink, RoundFigures, WorkerState
 from hpc_elastic.agent.worker_group import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock, pause

@@ -15,12 +15,19 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.ending import CrashGuard
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
-from hpc_elastic.agent.identity import AgentIdentity, RunDirectoryRefusedError, parse_options, patiently
-from hpc_elastic.agent.metrics import open_metrics
+from hpc_elastic.agent.identity import (
+    AgentIdentity,
+    RunDirectoryRefusedError,
+    local_world_size,
+    parse_options,
+    patiently,
+    prepare_session,
+    rendezvous_settings,
+)
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import AgentSite, make_parts
-from hpc_elastic.agent.rendezvous_session import local_world_size, prepare_session, rendezvous_settings
 from hpc_elastic.agent.store_server import StoreServer
+from hpc_elastic.agent.supervision import open_metrics
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError, describe_error, where_raised

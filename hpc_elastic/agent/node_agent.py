@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from hpc_elastic.agent import ending, rounds
 from hpc_elastic.agent.ending import CrashGuard, HeardSignals, ThreadFailedError
-from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.part import AgentSite, Condemned, HealthVerdict, Part, fork_workers, watched
 from hpc_elastic.agent.rounds import LOAD_SECONDS, ClockOffsetLog, RoundWorkers
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase

@@ -266,7 +266,7 @@ PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
     ("save_reports", "CheckpointWatch", lambda me: True),
     ("save_reports", "PreemptionWatch", lambda me: True),
     ("checkpoint_copies", "CheckpointCopies", lambda me: bool(me.spec.checkpoint_dir)),
-    ("setup", "Setup", lambda me: bool(me.spec.setup)),
+    ("worker_environment", "Setup", lambda me: bool(me.spec.setup)),
     ("restart_group", "RestartGroupWatch", lambda me: True),
     ("ending", "JobNodes", lambda me: me.attempt.cluster == "slurm"),
     ("health_checks", "HealthChecks.for_agent", lambda me: bool(me.spec.health_checks or me.spec.health_check)),

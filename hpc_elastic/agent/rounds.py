@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from hpc_elastic.agent.heartbeat_watch import describe_beat
 from hpc_elastic.agent.heartbeats import RankBeat
+from hpc_elastic.agent.identity import rendezvous_settings
 from hpc_elastic.agent.part import GroupSite, HealthVerdict
-from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.agent.store_server import StoreBindError, torch_available
 from hpc_elastic.base.clock import Clock, Offset, uptime_ns
 from hpc_elastic.base.host_facts import choose_master_address
@@ -48,7 +48,7 @@ LOAD_SECONDS = 60.0
 def load() -> None:
     """Import what starts workers and describes their failures, most of what an agent imports, while the nodes meet. No
     worker starts before it: a mount that hangs later must not keep the agent from reporting what failed."""
-    for name in ("local_workers", "failure_reports", "worker_environment", "address_filter"):
+    for name in ("local_workers", "failure_reports", "worker_environment"):
         import_module(f"hpc_elastic.agent.{name}")
     import_module("hpc_elastic.rendezvous.errors")
 

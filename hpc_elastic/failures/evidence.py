@@ -38,7 +38,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback, find_tracebacks
 from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, EvidenceSource, WorkerFailure
 from hpc_elastic.run.log_pieces import EndReader
-from hpc_elastic.worker_api.agent_store import NOTE
+from hpc_elastic.worker_api.torch_import import NOTE
 
 _TAIL = 128 << 10
 """How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""

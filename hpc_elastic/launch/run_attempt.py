@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic import __version__
-from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
+from hpc_elastic.agent.identity import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import FileExecutor, FilesystemHangsError, is_refusal

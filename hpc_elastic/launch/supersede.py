@@ -15,7 +15,7 @@ from enum import Enum
 
 from msgspec import UNSET, Struct, field
 
-from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
+from hpc_elastic.agent.identity import open_session_notifier, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.loop import start_thread
 from hpc_elastic.errors import HpcElasticError

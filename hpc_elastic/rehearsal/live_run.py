@@ -157,7 +157,7 @@ class LiveRun(ABC):
         self.runs_dir = folder / "runs"
         self.paths = RunPaths(self.runs_dir / self.spec.run_id)
         python_path = os.pathsep.join(filter(None, (str(hook), options.env.get("PYTHONPATH"))))
-        self.env = {**options.env, worker_journal.VARIABLE: str(journals), "PYTHONPATH": python_path}
+        self.env = {**options.env, JOURNAL_VARIABLE: str(journals), "PYTHONPATH": python_path}
         self.journal = RunJournal(journals, paths=self.paths, work=self.work, source=options.source)
         self.members = RunMembers(self.paths)
         self.log = folder / "job.log"

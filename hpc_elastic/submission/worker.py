@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.agent.function_call import ExitHold
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.error_handler import ErrorHandler
@@ -41,7 +42,6 @@ from hpc_elastic.submission.call import (
     write_object,
 )
 from hpc_elastic.worker_api import heartbeat
-from hpc_elastic.worker_api.exit_hold import ExitHold
 from hpc_elastic.worker_api.heartbeat_record import LAST_STEP, VARIABLE
 
 

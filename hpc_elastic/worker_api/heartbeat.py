@@ -9,20 +9,66 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from _thread import _local as ThreadLocal
 from _thread import get_ident, get_native_id
 from itertools import count
 from operator import index
 from time import CLOCK_BOOTTIME, clock_gettime_ns
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_elastic.worker_api import heartbeat_record as page
 from hpc_elastic.worker_api.heartbeat_record import ASKS, HAS_NOTICE, IS_COUNTED, LAST_STEP, LEASE, SPENT, put_record
 from hpc_elastic.worker_api.lease import await_lease
 
-if TYPE_CHECKING:
-    from hpc_elastic.worker_api.journal import Journal
+JOURNAL_VARIABLE = "HPC_ELASTIC_JOURNAL"
+"""A folder, which ``hpc-elastic rehearse`` gives; without it a heartbeat writes no file."""
+_MOST_BYTES = 1 << 20
+_PLACE = {
+    "attempt": "HPC_ELASTIC_ATTEMPT",
+    "round": "TORCHELASTIC_RESTART_COUNT",
+    "rank": "RANK",
+    "world": "WORLD_SIZE",
+}
+
+
+class Journal:
+    """The steps, losses and checkpoints that a worker of a rehearsed run reports, each as a line of a file.
+
+    A line is one object: ``t`` (this host's wall clock, seconds), ``attempt``, ``round``, ``rank``, ``world``, and
+    ``step`` (with ``loss``) or ``saved`` (the step that a checkpoint holds, or null).
+    """
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._place: dict[str, int] = {}
+        self._unwritten = b""
+        """Is written with the next line: a full disk is one of the faults, and no step is to be missing by it."""
+        self._has_warned = False
+
+    def note(self, **facts: object) -> None:
+        import json
+
+        now, folder = time.time(), os.environ.get(JOURNAL_VARIABLE)
+        if not folder:
+            return
+        try:
+            if not self._place:
+                self._place = {key: int(os.environ[name]) for key, name in _PLACE.items() if name in os.environ}
+            self._unwritten += json.dumps({"t": now, **self._place, **facts}).encode() + b"\n"
+            if self._fd is None:
+                place = "-".join(f"{value:05d}" for value in self._place.values())
+                path = os.path.join(folder, f"{place}-{os.uname().nodename}-{os.getpid()}.jsonl")
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._unwritten = self._unwritten[os.write(self._fd, self._unwritten) :]
+        except (OSError, ValueError) as error:
+            if not self._has_warned:
+                sys.stderr.write(f"hpc_elastic: the rehearsal's journal can't be written now: {error}\n")
+            self._has_warned = True
+            if len(self._unwritten) > _MOST_BYTES:
+                self._unwritten = b""
+
 
 _RETRY_NS = 1_000_000_000
 
@@ -60,7 +106,7 @@ def heartbeat(
         known = _names.get(section) if type(section) is str else None
         name = _checked_name(section) if known is None else known
     reporter.beat(step, name, True)
-    if total is not None:
+    if total is not None:  # after `beat`, which finds the page
         reporter.set_total(total)
     if isinstance(loss, (int, float)):
         reporter.set_loss(float(loss))
@@ -83,7 +129,7 @@ def checkpoint_done(step: int | None = None) -> None:
     Raises:
         TypeError, ValueError: as `heartbeat`.
     """
-    reporter.checkpoint_done(None if step is None else _checked_step(step))
+    reporter.show(saved=reporter.held_step(None if step is None else _checked_step(step)))
 
 
 class section:
@@ -192,7 +238,7 @@ class _Reporter:
         """The heartbeats then show that this worker asks."""
         if not self.asks_for_notices:
             self.asks_for_notices = True
-            self.beat(None, self._last_section or b"setup", False)
+            self.show()
         if self._map is None:
             return None
         self._hold(clock_gettime_ns(CLOCK_BOOTTIME))
@@ -211,13 +257,13 @@ class _Reporter:
             self._has_notice = True
             if self.journal is not None:
                 self.journal.note(notice=True)
-            self.beat(None, self._last_section or b"setup", False)
+            self.show()
 
-    def checkpoint_done(self, step: int | None) -> None:
-        self.beat(None, self._last_section or b"setup", False, saved=self.held_step(step))
+    def show(self, *, saved: int | None = None) -> None:
+        """Report what this worker is known by beside its steps: the section does not change."""
+        self.beat(None, self._last_section or b"setup", False, saved=saved)
 
     def set_total(self, total: int) -> None:
-        """`beat` comes first: it finds the page."""
         if total != self._total and self._map is not None:
             page.TOTAL.write(self._map, _checked_step(total))
             self._total = total
@@ -245,7 +291,6 @@ class _Reporter:
             self.journal.note(step=None if self._step == page.NO_STEP else self._step, **found)
 
     def set_loss(self, loss: float) -> None:
-        """`beat` comes first: it finds the page."""
         if self._map is not None:
             page.LOSS.write(self._map, loss)
 
@@ -365,9 +410,7 @@ class _Reporter:
         self._pid = os.getpid()
         self._words = memoryview(mapped).cast("q")
         self._map = mapped
-        if os.environ.get("HPC_ELASTIC_JOURNAL"):
-            from hpc_elastic.worker_api.journal import Journal
-
+        if os.environ.get(JOURNAL_VARIABLE):
             self.journal = Journal()
         return True
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.agent import address_filter
-from hpc_elastic.agent.address_filter import MOST_RANGES, Guard, Instruction, program, ranges_of
+from hpc_elastic.agent import store_server
+from hpc_elastic.agent.store_server import MOST_RANGES, Guard, Instruction, program, ranges_of
 
 LOOPBACK = (127 << 24, (128 << 24) - 1)
 ADDRESSES = st.lists(st.integers(0, (1 << 32) - 1), max_size=40)
@@ -112,7 +112,7 @@ def test_nobody_is_served_before_it_is_known_who_may_come(port: Port) -> None:
 
 
 def test_only_members_are_served(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address_filter, "_LOOPBACK", (number("127.0.0.5"),) * 2)  # the rest of it are strangers here
+    monkeypatch.setattr(store_server, "_LOOPBACK", (number("127.0.0.5"),) * 2)  # the rest of it are strangers here
     port.guard.admit(["127.0.0.7"])
     assert [port.is_served(f"127.0.0.{last}") for last in (4, 5, 6, 7, 8)] == [False, True, False, True, False]
     port.guard.admit(None)
@@ -129,7 +129,7 @@ def test_each_stranger_is_named_once_and_a_flood_is_not_followed(port: Port) -> 
 
     assert len(knock()) == 1
     assert knock() == []
-    for _ in range(address_filter.MOST_REFUSALS - 2):
+    for _ in range(store_server.MOST_REFUSALS - 2):
         knock()
     assert port.guard.has_refused_enough
     port.guard.admit([])

@@ -16,7 +16,6 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent import ending, local_workers, node_agent, rounds
-from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.fork_server import ForkServer
 from hpc_elastic.agent.hang_detector import HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
@@ -24,7 +23,7 @@ from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.save_reports import PreemptionWatch
-from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, StoreState
+from hpc_elastic.agent.store_server import Guard, MasterPortTakenError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
 from hpc_elastic.failures.classify import moment_after
 from hpc_elastic.failures.ranking import ALL_ALIKE, FailureClass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.rendezvous_session import (
+from hpc_elastic.agent.identity import (
     START_NUMBER_SECONDS,
     claim_start_number,
     local_world_size,

@@ -12,7 +12,7 @@ from hpc_elastic.failures import evidence
 from hpc_elastic.failures.evidence import describe_failure, find_logged, read_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.worker_api.agent_store import NOTE
+from hpc_elastic.worker_api.torch_import import NOTE
 
 TRACE = 'Traceback (most recent call last):\n  File "/u/t.py", line 3, in f\n    x()\nValueError: bad 7\n'
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.worker_api.agent_store import STORE_VARIABLE, look
+from hpc_elastic.worker_api.torch_import import STORE_VARIABLE, look_at_rendezvous
 
 OURS = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -37,7 +37,7 @@ def test_the_agents_store_is_not_waited_for_elsewhere(
     url: str, changes: dict[str, str], is_kept: bool, said: str
 ) -> None:
     env = {**OURS, **changes}
-    found = look(url, env)
+    found = look_at_rendezvous(url, env)
     assert found.startswith(said)
     assert bool(found) == bool(said)
     assert ("TORCHELASTIC_USE_AGENT_STORE" in env) is is_kept
@@ -54,6 +54,6 @@ def test_a_file_that_is_older_than_the_process_is_named(
     if content is not None:
         path.write_text(content)
         os.utime(path, (1e9, 1e9))
-    found = look(f"file://{path}?rank=0&world_size=2", {}, age)
+    found = look_at_rendezvous(f"file://{path}?rank=0&world_size=2", {}, age)
     assert found.startswith(said)
     assert (str(path) in found) is bool(said)

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_elastic.worker_api.exit_hold import ExitHold
+from hpc_elastic.agent.function_call import ExitHold
 
 _PROGRAM = """
 import sys
-from hpc_elastic.worker_api.exit_hold import ExitHold
+from hpc_elastic.agent.function_call import ExitHold
 hold = ExitHold(sys.argv[1], local_rank=int(sys.argv[2]), local_world_size=int(sys.argv[3]))
 print("started", flush=True)
 sys.stdin.readline()
