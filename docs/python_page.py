@@ -57,15 +57,15 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "Agents",
         "With torch elastic's names, without torch.",
         (
-            ("hpc_elastic.agent", "agent/worker_group.py:WorkerSpec"),
+            ("hpc_elastic.agent", "agent/supervision.py:WorkerSpec"),
             ("hpc_elastic.agent", "agent/elastic_agent.py:ElasticAgent SimpleElasticAgent"),
             ("hpc_elastic.agent", "agent/local_agent.py:LocalElasticAgent"),
             (
                 "hpc_elastic.agent",
-                "agent/worker_group.py:RunResult MonitorResult Worker WorkerGroup WorkerGroupFailureError",
+                "agent/supervision.py:RunResult MonitorResult Worker WorkerGroup WorkerGroupFailureError",
             ),
             ("hpc_elastic.agent", "agent/supervision.py:WorkerState"),
-            ("hpc_elastic.agent.supervision", "agent/supervision.py:PrometheusMetrics"),
+            ("hpc_elastic.agent.metrics", "agent/metrics.py:PrometheusMetrics"),
             ("hpc_elastic.rendezvous.handler", "rendezvous/handler.py:FileRendezvousHandler"),
             ("hpc_elastic.rendezvous.handler_config", "rendezvous/handler_config.py:config_from_url"),
             ("hpc_elastic.failures", "failures/error_handler.py:record ChildFailedError ProcessFailure"),

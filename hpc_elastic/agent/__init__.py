@@ -12,21 +12,20 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.elastic_agent import ElasticAgent as ElasticAgent
     from hpc_elastic.agent.elastic_agent import SimpleElasticAgent as SimpleElasticAgent
     from hpc_elastic.agent.local_agent import LocalElasticAgent as LocalElasticAgent
+    from hpc_elastic.agent.supervision import DEFAULT_ROLE as DEFAULT_ROLE
+    from hpc_elastic.agent.supervision import MonitorResult as MonitorResult
+    from hpc_elastic.agent.supervision import RunResult as RunResult
+    from hpc_elastic.agent.supervision import Worker as Worker
+    from hpc_elastic.agent.supervision import WorkerGroup as WorkerGroup
+    from hpc_elastic.agent.supervision import WorkerGroupFailureError as WorkerGroupFailureError
+    from hpc_elastic.agent.supervision import WorkerGroupFailureException as WorkerGroupFailureException
+    from hpc_elastic.agent.supervision import WorkerSpec as WorkerSpec
     from hpc_elastic.agent.supervision import WorkerState as WorkerState
-    from hpc_elastic.agent.worker_group import DEFAULT_ROLE as DEFAULT_ROLE
-    from hpc_elastic.agent.worker_group import MonitorResult as MonitorResult
-    from hpc_elastic.agent.worker_group import RunResult as RunResult
-    from hpc_elastic.agent.worker_group import Worker as Worker
-    from hpc_elastic.agent.worker_group import WorkerGroup as WorkerGroup
-    from hpc_elastic.agent.worker_group import WorkerGroupFailureError as WorkerGroupFailureError
-    from hpc_elastic.agent.worker_group import WorkerGroupFailureException as WorkerGroupFailureException
-    from hpc_elastic.agent.worker_group import WorkerSpec as WorkerSpec
 
 _FROM = {
     "elastic_agent": ("ElasticAgent", "SimpleElasticAgent"),
     "local_agent": ("LocalElasticAgent",),
-    "supervision": ("WorkerState",),
-    "worker_group": (
+    "supervision": (
         "DEFAULT_ROLE",
         "MonitorResult",
         "RunResult",
@@ -35,6 +34,7 @@ _FROM = {
         "WorkerGroupFailureError",
         "WorkerGroupFailureException",
         "WorkerSpec",
+        "WorkerState",
     ),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}

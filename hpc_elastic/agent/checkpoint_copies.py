@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_elastic.agent.health import measure_memory
+from hpc_elastic.agent.health_checks import measure_memory
 from hpc_elastic.agent.heartbeats import make_folder, sweep
 from hpc_elastic.agent.identity import CHECKPOINT_PREFIX
 from hpc_elastic.agent.part import Part

@@ -14,9 +14,18 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from hpc_elastic.agent import worker_group
-from hpc_elastic.agent.supervision import MetricSink, RoundFigures, WorkerState
-from hpc_elastic.agent.worker_group import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec
+from hpc_elastic.agent.metrics import MetricSink, RoundFigures
+from hpc_elastic.agent.supervision import (
+    DEFAULT_ROLE,
+    Rendezvous,
+    Round,
+    RoundStore,
+    RunResult,
+    WorkerGroup,
+    WorkerGroupFailureError,
+    WorkerSpec,
+    WorkerState,
+)
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock, pause
 from hpc_elastic.base.host_facts import candidate_addresses, choose_master_address
@@ -187,7 +196,7 @@ class SimpleElasticAgent(ElasticAgent):
             give_up(reason)
         else:
             group.spec.handler.set_closed()
-        raise worker_group.WorkerGroupFailureError(reason=reason, exceptions=dict(found.failures))
+        raise WorkerGroupFailureError(reason=reason, exceptions=dict(found.failures))
 
     def _restart(self, group: WorkerGroup, reason: str) -> None:
         logger.info("stopping the workers of round %d: %s", group.round, reason)
@@ -242,9 +251,7 @@ class SimpleElasticAgent(ElasticAgent):
             worker.id = ids.get(worker.local_rank)
         self._enter(group, WorkerState.HEALTHY)
 
-    def _take_place(
-        self, group: WorkerGroup, found: worker_group.Round | tuple[worker_group.RoundStore, int, int]
-    ) -> None:
+    def _take_place(self, group: WorkerGroup, found: Round | tuple[RoundStore, int, int]) -> None:
         if isinstance(found, tuple):
             store, rank, world_size = found
         else:
@@ -325,7 +332,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._figures.enter(state)
 
 
-def _call(handler: worker_group.Rendezvous, name: str) -> object:
+def _call(handler: Rendezvous, name: str) -> object:
     method = getattr(handler, name, None)
     return method() if method is not None else None
 

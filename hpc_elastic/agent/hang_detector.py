@@ -18,12 +18,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS
-from hpc_elastic.agent.health import GpuFacts
-from hpc_elastic.agent.health_checks import HealthChecks
-from hpc_elastic.agent.heartbeat_watch import PAUSED_SECONDS, Hang
-from hpc_elastic.agent.nccl_watch import (
+from hpc_elastic.agent.collective_watch import (
     ADDRESS_VARIABLE,
+    DUMP_SECONDS,
     ENABLE_VARIABLE,
     NcclWatch,
     StallFound,
@@ -31,6 +28,9 @@ from hpc_elastic.agent.nccl_watch import (
     limit_without_progress,
     open_call,
 )
+from hpc_elastic.agent.health import GpuFacts
+from hpc_elastic.agent.health_checks import HealthChecks
+from hpc_elastic.agent.heartbeat_watch import PAUSED_SECONDS, Hang
 from hpc_elastic.agent.part import Condemned, Part, save_if_possible
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
@@ -336,7 +336,7 @@ class HangDetector(Part):
             self._gpus, is_awaited = GpuFacts(is_there=False), True
             self._checks.look_at_gpus(partial(setattr, self, "_gpus"))
         if is_awaited:
-            self._step, self._next = _Step.ASKED, self._clock.monotonic() + ANSWER_SECONDS
+            self._step, self._next = _Step.ASKED, self._clock.monotonic() + DUMP_SECONDS
         return is_awaited
 
     def _look_at_nccl(self, workers: LocalWorkers, members: Sequence[Member]) -> Hang | None:

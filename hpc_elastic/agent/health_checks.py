@@ -1,7 +1,8 @@
-"""A node's health checks, all at once and each bounded, while the agent's loop goes on.
+"""A node's health checks, all at once and each bounded, while the agent's loop goes on; and what they measure.
 
-A check that touches a disk has a thread of its own, since a dead mount never answers; NVML and the user's own check
-are processes, started from the agent's main thread and attended by a thread, and ended with all that they started.
+A check that touches a disk has a thread of its own, since every `measure_*` may hang where a mount does; NVML and the
+user's own check are processes, started from the agent's main thread and attended by a thread, and ended with all that
+they started.
 """
 
 from __future__ import annotations
@@ -19,16 +20,27 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent import health
-from hpc_elastic.agent.health import GpuFacts, HealthFinding, SharedFacts
-from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.health import (
+    ClockOffset,
+    GpuFacts,
+    HealthFinding,
+    MemoryFacts,
+    RoomFacts,
+    SharedFacts,
+    gpus_from_json,
+)
 from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.host_facts import LOOPBACK, links
-from hpc_elastic.base.loop import Inbox, start_thread
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.base.host_facts import LOOPBACK, available_memory, kernel_fields, kernel_text, links
+from hpc_elastic.base.loop import Inbox, describe_no_descriptor, is_refusal, start_thread
 from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.text import size_text
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.option_values import Check
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
+from hpc_elastic.workers.linux import memory_folders
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.user_command import END_SECONDS, UserCommand, last_lines
 
@@ -142,7 +154,7 @@ class HealthChecks(Part):
                 jobs.append(self._room(session, check, path))
         if Check.MEMORY in limits:
             least = limits[Check.MEMORY]
-            action = session.twice(lambda: [health.judge_memory(health.measure_memory(), least=least)])
+            action = session.twice(lambda: [health.judge_memory(measure_memory(), least=least)])
             jobs.append(_Job(Check.MEMORY.value, "this node's memory", health.CHECK_SECONDS, action))
         if site.probe is not None and (Check.SHARED in limits or Check.CLOCK in limits):
             jobs.append(self._shared(session, site.probe))
@@ -156,7 +168,7 @@ class HealthChecks(Part):
 
     def _room(self, session: _Session, check: Check, path: str) -> _Job:
         least = self._site.limits[check]
-        action = session.twice(lambda: [health.judge_room(check, health.measure_room(path), least=least)])
+        action = session.twice(lambda: [health.judge_room(check, measure_room(path), least=least)])
         return _Job(check.value, path, health.CHECK_SECONDS, action)
 
     def _shared(self, session: _Session, probe: Path) -> _Job:
@@ -166,7 +178,7 @@ class HealthChecks(Part):
             """A filesystem that refuses is waited for as one that hangs is."""
             began, patience = time.monotonic(), limits.get(Check.SHARED, 0.0)
             deadline = began + max(patience / 2, patience - 2 * AGAIN_SECONDS)  # before it counts as one that hangs
-            while (facts := health.measure_shared(probe, clock)).is_refusal:
+            while (facts := measure_shared(probe, clock)).is_refusal:
                 if is_alone() or not session.pause(min(AGAIN_SECONDS, deadline - time.monotonic())):
                     return replace(facts, error=f"{facts.error}, for {time.monotonic() - began:.0f} s")
             return facts
@@ -210,14 +222,14 @@ class HealthChecks(Part):
         session = self._looks = _Session(lambda _: None, self._site.inherited, self._clock)
         child = self._start_nvml(session)
         if not isinstance(child, WorkerStartError):
-            start_thread(lambda: take(self._own(from_json(child.run(health.GPU_SECONDS).stdout))))
+            start_thread(lambda: take(self._own(gpus_from_json(child.run(health.GPU_SECONDS).stdout))))
 
     def _own(self, facts: GpuFacts) -> GpuFacts:
         given, visible = self._site.gpus_given, self._site.environ.get("CUDA_VISIBLE_DEVICES")
         return replace(facts, devices=tuple(health.own_gpus(facts.devices, given=given, visible=visible)))
 
     def _start_nvml(self, session: _Session, *arguments: str) -> UserCommand | WorkerStartError:
-        argv = [*module_command("hpc_elastic.agent.health_gpu", "main"), *arguments]
+        argv = [*module_command("hpc_elastic.agent.health", "print_gpus"), *arguments]
         return session.start(argv, environ=self._site.environ, cwd="/")
 
     def _gpus(self, session: _Session, last_round: int) -> _Job:
@@ -230,7 +242,7 @@ class HealthChecks(Part):
         def look() -> list[HealthFinding]:
             if isinstance(child, WorkerStartError):
                 return [HealthFinding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
-            facts = from_json(child.run(health.GPU_SECONDS + seconds + END_SECONDS).stdout)
+            facts = gpus_from_json(child.run(health.GPU_SECONDS + seconds + END_SECONDS).stdout)
             visible = site.environ.get("CUDA_VISIBLE_DEVICES")
             for device in self._own(facts).devices:
                 if device.held is not None and device.uuid:
@@ -360,3 +372,93 @@ class _Session:
         if verdict.reason:
             self.cancel()
         self._post(verdict)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LIMIT = 1 << 60
+"""cgroup v1 writes "no limit" as a number near 2**63."""
+
+
+def measure_room(path: str) -> RoomFacts:
+    """A folder that is not there is not reported as full."""
+    try:
+        found = os.statvfs(path)
+    except (FileNotFoundError, PermissionError):
+        return RoomFacts(path=path, free=_NO_LIMIT)
+    except OSError as error:
+        return RoomFacts(path=path, error=error.strerror or str(error))
+    # Some filesystems count no inodes at all: then both are 0.
+    return RoomFacts(
+        path=path, free=found.f_bavail * found.f_frsize, has_inodes=not found.f_files or found.f_favail > 0
+    )
+
+
+def measure_memory(proc: str = "/proc") -> MemoryFacts | None:
+    available = available_memory()
+    own = [] if available is None else [MemoryFacts(free=available)]
+    return min([*own, *memory_limits(proc)], key=lambda facts: facts.free, default=None)
+
+
+def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
+    """The kernel gives up what it keeps of files first, so that counts as free."""
+    found = []
+    for folder, is_v2 in memory_folders(proc=proc):
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_number(os.path.join(folder, name)) for name in names)
+        if limit is None or used is None or limit >= _NO_LIMIT:
+            continue
+        stat, prefix = kernel_fields(os.path.join(folder, "memory.stat"), " "), "" if is_v2 else "total_"
+        kept = sum(int(stat.get(f"{prefix}{name}", "0")) for name in ("inactive_file", "active_file"))
+        free = limit - max(0, used - kept)
+        found.append(MemoryFacts(free=max(0, free), limited_by=f"the cgroup's limit of {size_text(limit)}"))
+    return found
+
+
+def measure_shared(path: Path, clock: Clock) -> SharedFacts:
+    text = os.urandom(16).hex().encode()
+    folder, flags = str(path.parent), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        try:
+            fd = os.open(path, flags)
+        except FileNotFoundError:  # the first time
+            make_private_dir(path.parent)
+            fd = os.open(path, flags | os.O_CREAT, 0o600)
+        try:
+            before = clock.time_ns()
+            os.pwrite(fd, text, 0)
+            _sync(fd)
+            after = clock.time_ns()
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            back = os.pread(fd, len(text) + 1, 0)
+            stamp = os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return SharedFacts(path=folder)  # the run was removed: the store reports that itself, and better
+    except OSError as error:
+        return SharedFacts(
+            path=folder,
+            error=describe_no_descriptor(error) or error.strerror or str(error),
+            is_full=error.errno in _FULL,
+            lacks_descriptor=bool(describe_no_descriptor(error)),
+            is_refusal=is_refusal(error),
+        )
+    except UnsafePathError as error:
+        return SharedFacts(path=folder, error=str(error))
+    if back != text:
+        return SharedFacts(path=folder, error="what was written is not what is read back")
+    return SharedFacts(path=folder, clock=ClockOffset(least=(stamp - after) / 1e9, most=(stamp - before) / 1e9))
+
+
+def _sync(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def _number(path: str) -> int | None:
+    text = kernel_text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" among them

@@ -24,10 +24,10 @@ from hpc_elastic.agent.function_call import FunctionCall
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers
+from hpc_elastic.agent.metrics import MetricSink
 from hpc_elastic.agent.part import Condemned, GroupSite
-from hpc_elastic.agent.supervision import MetricSink, WorkerState
+from hpc_elastic.agent.supervision import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, WorkerSettings, worker_environment
-from hpc_elastic.agent.worker_group import RunResult, WorkerGroup, WorkerSpec
 from hpc_elastic.base.clock import Clock, RunClock, pause
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.loop import FileExecutor, seconds_until, wait_readable

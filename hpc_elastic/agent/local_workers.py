@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hpc_elastic.agent import hang_stop
-from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
+from hpc_elastic.agent.collective_watch import DUMP_SECONDS, FlightRecorders
 from hpc_elastic.agent.hang_stop import DelayedStop, Stopper, WorkerSlot
 from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
@@ -340,7 +340,7 @@ class LocalWorkers:
         if self._stop.wants_look and not self._stop.wants_stacks:
             self._stopper = delayed(is_over=self._is_delay_over)
         elif listens:
-            self._stopper = delayed(is_over=self._recorders.have_answered, seconds=ANSWER_SECONDS)
+            self._stopper = delayed(is_over=self._recorders.have_answered, seconds=DUMP_SECONDS)
         else:
             self._stopper = self._stop_now(grace)
         if at_once:

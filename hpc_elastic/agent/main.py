@@ -24,10 +24,10 @@ from hpc_elastic.agent.identity import (
     prepare_session,
     rendezvous_settings,
 )
+from hpc_elastic.agent.metrics import open_metrics
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import AgentSite, make_parts
 from hpc_elastic.agent.store_server import StoreServer
-from hpc_elastic.agent.supervision import open_metrics
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError, describe_error, where_raised

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from hpc_elastic.agent import ending, rounds
 from hpc_elastic.agent.ending import CrashGuard, HeardSignals, ThreadFailedError
+from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.part import AgentSite, Condemned, HealthVerdict, Part, fork_workers, watched
 from hpc_elastic.agent.rounds import LOAD_SECONDS, ClockOffsetLog, RoundWorkers
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
@@ -35,8 +36,8 @@ from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError, reap_orphans
 
 if TYPE_CHECKING:
-    from hpc_elastic.agent.failure_reports import FailureReports
     from hpc_elastic.agent.local_workers import LocalWorkers
+    from hpc_elastic.agent.restart_policy import FailureReports
 
 logger = logging.getLogger(__name__)
 
@@ -401,7 +402,7 @@ class NodeAgent:
             self._failure = error
             self._happens(Event.LEAVE, f"this package can't be read: {error}")
             return False
-        from hpc_elastic.agent.failure_reports import FailureReports
+        from hpc_elastic.agent.restart_policy import FailureReports
 
         self._reports = FailureReports(self.site, self._clock_offsets)
         return True

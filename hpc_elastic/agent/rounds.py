@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hpc_elastic.agent.heartbeat_watch import describe_beat
-from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.identity import rendezvous_settings
 from hpc_elastic.agent.part import GroupSite, HealthVerdict
 from hpc_elastic.agent.store_server import StoreBindError, torch_available
@@ -25,7 +23,7 @@ from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run import agent_events
 from hpc_elastic.run import coordinator_events as coordinator
-from hpc_elastic.run.agent_events import HealthCheckFailed, RankStack, RankState, SharedThreadStack
+from hpc_elastic.run.agent_events import HealthCheckFailed
 from hpc_elastic.run.events import EventLog, RunEvent, name_of
 from hpc_elastic.run.option_values import shown_in_job_log
 from hpc_elastic.run.paths import Outcome
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import ForkWorkers, LocalWorkers
     from hpc_elastic.agent.part import AgentSite
     from hpc_elastic.agent.worker_environment import RoundFacts
-    from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.store.notifier import Notifier
     from hpc_elastic.workers.stop import Stopped
 
@@ -48,7 +45,7 @@ LOAD_SECONDS = 60.0
 def load() -> None:
     """Import what starts workers and describes their failures, most of what an agent imports, while the nodes meet. No
     worker starts before it: a mount that hangs later must not keep the agent from reporting what failed."""
-    for name in ("local_workers", "failure_reports", "worker_environment"):
+    for name in ("local_workers", "restart_policy", "worker_environment"):
         import_module(f"hpc_elastic.agent.{name}")
     import_module("hpc_elastic.rendezvous.errors")
 
@@ -196,9 +193,6 @@ def log_stopped(site: AgentSite, group: LocalWorkers, result: Stopped) -> None:
         logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
 
 
-_STACK_GROUPS = 50
-
-
 def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str]) -> None:
     events.write(event)
     what = name_of(event).replace("_", " ")
@@ -274,30 +268,6 @@ def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) ->
     elif not verdict.is_healthy:
         events.write(HealthCheckFailed(round=round_index, checks=tuple(verdict.checks), reason=verdict.reason))
         logger.error("this node leaves the run: %s", verdict.reason)
-
-
-def log_stacks(
-    events: EventLog, round_index: int, *, stacks: Mapping[int, RankStacks], beats: Sequence[RankBeat], now: float
-) -> None:
-    from hpc_elastic.failures.stacks import fold_ranks  # not at an agent's start
-
-    main = [(rank, found.main) for rank, found in sorted(stacks.items()) if found.main]
-    others = [(rank, thread) for rank in sorted(stacks) for thread in dict.fromkeys(stacks[rank].others)]
-    events.write(
-        agent_events.StacksTaken(
-            round=round_index,
-            groups=tuple(RankStack(ranks=ranks, stack=stack) for ranks, stack in fold_ranks(main)[:_STACK_GROUPS]),
-            threads=tuple(
-                SharedThreadStack(ranks=ranks, name=name, stack=stack)
-                for ranks, (name, stack) in fold_ranks(others)[:_STACK_GROUPS]
-            ),
-            silent=tuple(sorted(rank for rank, found in stacks.items() if not found.main)),
-            states=tuple(
-                RankState(rank=rank, state=found.where) for rank, found in sorted(stacks.items()) if found.where
-            ),
-            beats=tuple(describe_beat(beat, now) for beat in beats),
-        )
-    )
 
 
 MOST_REFERENCES = 4

@@ -21,10 +21,14 @@ from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.files import make_private_dir, write_private
 from hpc_elastic.base.loop import Inbox, wait_readable
 from hpc_elastic.rendezvous.ranks import RankLayout
+from hpc_elastic.run.agent_events import UserCommandEnded
 from hpc_elastic.run.spec import Container, ContainerMount, RunSpec, Runtime
 from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.worker_api.heartbeat_record import VARIABLE as HEARTBEAT
 from hpc_elastic.worker_api.restart_group import REPORTS
+from hpc_elastic.worker_api.torch_import import STORE_VARIABLE
+from hpc_elastic.workers import user_command
+from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.stop import INSIDE_VARIABLE
 from hpc_elastic.workers.tree import TAG_VARIABLE
 from hpc_elastic.workers.user_command import CommandEnd, UserCommand

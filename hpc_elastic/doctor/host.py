@@ -17,8 +17,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 import hpc_elastic
-from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, RoomFacts, judge_gpus, memory_limits, own_gpus
-from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, RoomFacts, gpus_from_json, judge_gpus, own_gpus
+from hpc_elastic.agent.health_checks import memory_limits
 from hpc_elastic.agent.worker_environment import enter_container
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.self_command import module_command, source_command, source_environment
@@ -117,12 +117,12 @@ def probe_gpus(site: ProbeSite) -> GpusFacts:
         given = JobEnvironment.from_env(env).gpus if in_job(env) else None
     except JobEnvironmentError:
         given = None
-    argv = module_command("hpc_elastic.agent.health_gpu", "main")
+    argv = module_command("hpc_elastic.agent.health", "print_gpus")
     try:
         done = subprocess.run(
             argv, env=dict(env), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_SECONDS
         )
-        nvml = from_json(done.stdout)
+        nvml = gpus_from_json(done.stdout)
     except subprocess.TimeoutExpired:
         nvml = GpuFacts(error=f"it has not answered for {GPU_SECONDS:g} s")
     return GpusFacts(nvml=nvml, given=given, visible=env.get("CUDA_VISIBLE_DEVICES"))

@@ -391,7 +391,7 @@ def _visible_of(visible: str, there: int) -> int:
 def _ask_nvml(env: Mapping[str, str]) -> int | None:
     try:
         ended = subprocess.run(
-            module_command("hpc_elastic.agent.health_gpu", "main"),
+            module_command("hpc_elastic.agent.health", "print_gpus"),
             env=dict(env), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=_NVML_SECONDS, check=True,
         )  # fmt: skip
         facts = json.loads(ended.stdout)

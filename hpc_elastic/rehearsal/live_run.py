@@ -38,7 +38,7 @@ from hpc_elastic.run.paths import (
 from hpc_elastic.run.spec import RunSpec, new_run_id
 from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_state import JobPhase
-from hpc_elastic.worker_api import journal as worker_journal
+from hpc_elastic.worker_api.heartbeat import JOURNAL_VARIABLE
 
 PLANTED = "an exception that hpc-elastic rehearse has planted"
 PLANT_SIGNAL = signal.SIGRTMIN + 9

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.health import gpus_from_json
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.workers.tree import TAG_VARIABLE
@@ -96,9 +96,9 @@ def test_memory_that_an_ended_process_held_is_waited_for(
     env = {**os.environ, TAG_VARIABLE: "run:gpu-test-0:agent"}
 
     def held(*arguments: str, tag: str = env[TAG_VARIABLE]) -> tuple[int, float]:
-        argv = [*module_command("hpc_elastic.agent.health_gpu", "main"), *arguments]
+        argv = [*module_command("hpc_elastic.agent.health", "print_gpus"), *arguments]
         done = subprocess.run(argv, env={**env, TAG_VARIABLE: tag}, capture_output=True, text=True, timeout=120)
-        facts = from_json(done.stdout)
+        facts = gpus_from_json(done.stdout)
         (device,) = [device for device in facts.devices if device.uuid == machine.uuid]
         if device.held is None:
             pytest.skip("NVML does not say how much memory is in use here")

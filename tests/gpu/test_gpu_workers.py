@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.health import judge_gpus
-from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.health import gpus_from_json, judge_gpus
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.run.paths import ExitCode
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine
@@ -57,11 +56,11 @@ def test_what_nvml_says_of_this_node(
     seen: Callable[[str, str], None], keep: Callable[[str, str | Path], None], machine: Machine
 ) -> None:
     began = time.monotonic()
-    argv = module_command("hpc_elastic.agent.health_gpu", "main")
+    argv = module_command("hpc_elastic.agent.health", "print_gpus")
     done = subprocess.run(argv, capture_output=True, text=True, timeout=90)
     took = time.monotonic() - began
     keep("nvml.json", done.stdout)
-    facts = from_json(done.stdout)
+    facts = gpus_from_json(done.stdout)
     assert facts.is_there, done
     assert not facts.error, done
     assert len(facts.devices) >= machine.count, done

@@ -76,7 +76,7 @@ def test_a_dead_mount_is_a_reason_and_the_others_answers_are_kept(
         answers.wait(PATIENCE)
         return SharedFacts(path=str(path))
 
-    monkeypatch.setattr(health, "measure_shared", hang)
+    monkeypatch.setattr(health_checks, "measure_shared", hang)
     checks = make(tmp_path, shared=0.3, tmp=1)
     verdict = answer(checks)
     where = f"the run directory's filesystem ({tmp_path / 'health'})"
@@ -140,7 +140,7 @@ def test_a_clock_that_can_t_be_compared_is_no_reason(
         answers.wait(PATIENCE)
         return SharedFacts(path=str(path))
 
-    monkeypatch.setattr(health, "measure_shared", hang)
+    monkeypatch.setattr(health_checks, "measure_shared", hang)
     assert answer(make(tmp_path, clock=60)).is_healthy
 
 
@@ -152,7 +152,7 @@ def test_a_lack_that_passes_is_looked_at_again(tmp_path: Path, monkeypatch: pyte
         looks.append(path)
         return RoomFacts(path=path, free=0 if len(looks) == 1 else 100)
 
-    monkeypatch.setattr(health, "measure_room", room)
+    monkeypatch.setattr(health_checks, "measure_room", room)
     assert answer(make(tmp_path, tmp=50)).is_healthy
     assert looks == [str(tmp_path)] * 2
     looks.clear()
@@ -180,7 +180,7 @@ def test_a_defect_of_a_check_is_no_fault_of_the_node(tmp_path: Path, monkeypatch
     def broken(path: str) -> RoomFacts:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr(health, "measure_room", broken)
+    monkeypatch.setattr(health_checks, "measure_room", broken)
     verdict = answer(make(tmp_path, tmp=50))
     assert verdict.is_healthy
     assert "oops" in verdict.warnings["tmp"]
@@ -188,7 +188,7 @@ def test_a_defect_of_a_check_is_no_fault_of_the_node(tmp_path: Path, monkeypatch
 
 def test_a_warning_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        health, "measure_shared", lambda path, clock: SharedFacts(path="/s", error="full", is_full=True)
+        health_checks, "measure_shared", lambda path, clock: SharedFacts(path="/s", error="full", is_full=True)
     )
     checks = make(tmp_path, shared=5)
     assert answer(checks).warnings == {"shared": "/s is full: full"}

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.health import GpuDevice, GpuFacts
+from hpc_elastic.agent.health import GpuDevice, GpuFacts, gpus_from_json
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
-from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.loop import wait_readable
@@ -32,9 +31,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def ask(library: str, **environ: str) -> GpuFacts:
-    argv = module_command("hpc_elastic.agent.health_gpu", "main")
+    argv = module_command("hpc_elastic.agent.health", "print_gpus")
     env = {**os.environ, "LD_LIBRARY_PATH": library, **environ}
-    return from_json(subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=False).stdout)
+    return gpus_from_json(subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=False).stdout)
 
 
 def test_what_nvml_says(libraries: dict[str, str], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.rigs.two_users import User
 _PUT = """
 import sys
 from pathlib import Path
-from hpc_elastic.agent.supervision import open_metrics
+from hpc_elastic.agent.metrics import open_metrics
 from hpc_elastic.run.option_values import parse_metrics
 open_metrics(parse_metrics(sys.argv[1]), labels={"host": "n1"}).put("workers.default.healthy", 1)
 """

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 import hpc_elastic
-from hpc_elastic.agent import health_gpu
+from hpc_elastic.agent import health
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.base import codec
 from hpc_elastic.checkpoints.copying import Header
@@ -200,7 +200,7 @@ def terms_there_and_back(record: CallTerms, folder: Path) -> CallTerms:
 
 
 def gpus_there_and_back(record: GpuFacts, folder: Path) -> GpuFacts:
-    return health_gpu.from_json(codec.dumps(record))
+    return health.gpus_from_json(codec.dumps(record))
 
 
 def nodes_there_and_back(record: NodeRecord, folder: Path) -> NodeRecord:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.flight_recorder import FlightRecorders
+from hpc_elastic.agent.collective_watch import FlightRecorders
 from hpc_elastic.worker_api.flight_recorder import VARIABLE
 from tests.rigs.fake_clock import FakeClock
 

@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hpc_elastic.agent import health
-from hpc_elastic.agent.health import MemoryFacts, RoomFacts, measure_memory, measure_room, measure_shared
+from hpc_elastic.agent import health_checks
+from hpc_elastic.agent.health import MemoryFacts, RoomFacts
+from hpc_elastic.agent.health_checks import measure_memory, measure_room, measure_shared
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.doctor.host import probe_memory
 from tests.rigs.fake_clock import FakeClock
@@ -101,7 +102,7 @@ def test_a_limit_above_what_the_node_has_free_is_one_to_the_doctor(
     _, mount = proc_tree(tmp_path, v2=True)
     write(mount / "job/memory.max", f"{4096 * MIB}\n")
     write(mount / "job/memory.current", f"{500 * MIB}\n")
-    monkeypatch.setattr(health, "memory_folders", lambda **_: [(str(mount / "job"), True)])
+    monkeypatch.setattr(health_checks, "memory_folders", lambda **_: [(str(mount / "job"), True)])
     assert measure_memory() == MemoryFacts(free=1 << 30)
     found = probe_memory(SimpleNamespace(env={"SLURM_JOB_ID": "1"}))  # type: ignore[arg-type]
     assert found is not None
@@ -165,7 +166,7 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
 
 
 def test_what_is_read_back_must_be_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health.os, "pread", lambda fd, count, offset: b"\0" * 32)
+    monkeypatch.setattr(health_checks.os, "pread", lambda fd, count, offset: b"\0" * 32)
     facts = measure_shared(tmp_path / "health" / "node-0", SystemClock())
     assert facts.error == "what was written is not what is read back"
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.supervision import PrometheusMetrics, RoundFigures, WorkerState, open_metrics
+from hpc_elastic.agent.metrics import PrometheusMetrics, RoundFigures, open_metrics
+from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.run.option_values import parse_metrics
 from tests.rigs.fake_clock import FakeClock
 

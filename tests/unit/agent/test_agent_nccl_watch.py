@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent import hang_detector, nccl_watch
+from hpc_elastic.agent import collective_watch, hang_detector
+from hpc_elastic.agent.collective_watch import NcclStall, NcclWatch, StallFound, judge_stall, open_call
 from hpc_elastic.agent.hang_detector import Counts, HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
-from hpc_elastic.agent.nccl_watch import NcclStall, NcclWatch, StallFound, judge_stall, open_call
 from hpc_elastic.base import codec
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
@@ -246,7 +246,7 @@ def test_another_run_s_answer_counts_for_nothing_and_is_not_asked_for_long(tmp_p
 def test_only_the_node_of_group_rank_0_asks_and_no_older_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_rank: int, version: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(nccl_watch, "nccl_version", lambda pid: version)
+    monkeypatch.setattr(collective_watch, "nccl_version", lambda pid: version)
     with FakeRas(lambda: as_json(1, 1, 1, 1)) as server:
         Scene(tmp_path / "suspicions", server, group_rank=group_rank).minutes(3)
         assert server.asked == []

@@ -84,7 +84,7 @@ _SAYS_PATH = "import json, sys; sys.stdout.write(json.__file__)"
     "argv",
     [
         [*own_command("--version")],
-        [*module_command("hpc_elastic.agent.health_gpu", "main")],
+        [*module_command("hpc_elastic.agent.health", "print_gpus")],
         [*source_command(sys.executable, _SAYS_PATH)],
         [sys.executable, *worker_arguments(WORKER)],
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.rounds import log_stacks
+from hpc_elastic.agent.restart_policy import log_stacks
 from hpc_elastic.failures.stacks import (
     RankStacks,
     StackDump,
