@@ -20,11 +20,16 @@ from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import HpcElasticError, describe_error
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED, EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
-from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from hpc_elastic.rendezvous.succession import NodesCutOff
+from hpc_elastic.rendezvous.state import Member, RoundRecord, RunNotice, Status, seconds_to_save
+from hpc_elastic.rendezvous.succession import (
+    END_ASKED,
+    END_TURN,
+    END_UNCONFIRMED,
+    EndClaimed,
+    EndUnclaimed,
+    NodesCutOff,
+)
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNCONFIRMED_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.run.supervisor_events import NodeGivenUp

@@ -18,8 +18,8 @@ from hpc_elastic.base.clock import Clock, Offset, uptime_ns
 from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.base.loop import FilesystemHangsError
 from hpc_elastic.base.text import plural
+from hpc_elastic.rendezvous.next_round import rank_layout
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run import agent_events
 from hpc_elastic.run import coordinator_events as coordinator
@@ -47,7 +47,7 @@ def load() -> None:
     worker starts before it: a mount that hangs later must not keep the agent from reporting what failed."""
     for name in ("local_workers", "restart_policy", "worker_environment"):
         import_module(f"hpc_elastic.agent.{name}")
-    import_module("hpc_elastic.rendezvous.errors")
+    import_module("hpc_elastic.rendezvous.state")
 
 
 FIND_TORCH_SECONDS = 60.0

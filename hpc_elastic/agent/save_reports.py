@@ -13,8 +13,7 @@ from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionStatus, RunNotice
-from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.state import MEASURE_SECONDS, PreemptionStatus, RoundRecord, RunNotice, Status
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
 

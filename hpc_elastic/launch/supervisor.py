@@ -21,10 +21,9 @@ from hpc_elastic.launch.requeue import AttemptResult, closed_result
 from hpc_elastic.launch.site import HeardBy, JobWatch, Meaning, SignalDecision, SignalResolver
 from hpc_elastic.launch.supersede import EndClaim
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, AgentsDeparted, EndClaimed
 from hpc_elastic.rendezvous.participant import Refreshed
-from hpc_elastic.rendezvous.preemption import RunNotice, seconds_to_save
-from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.state import RoundRecord, RunNotice, Status, seconds_to_save
+from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, AgentsDeparted, EndClaimed
 from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, PlatformFailure
 from hpc_elastic.run.events import EventLog, RunEvent
 from hpc_elastic.run.paths import AttemptInfo, Outcome
@@ -101,7 +100,7 @@ class Supervisor(Struct, eq=False, kw_only=True):
     _is_store_silent: bool = False
     _closed_at: float | None = None
     _is_end_settled: bool = False
-    """The process that finishes the attempt is known (`rendezvous.ending`)."""
+    """The process that finishes the attempt is known (`rendezvous.succession`)."""
     _end_by: float | None = None
     _last_grace: float = LAST_GRACE
     _orphaned_since: float | None = None

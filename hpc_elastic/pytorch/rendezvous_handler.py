@@ -27,7 +27,7 @@ from hpc_elastic.agent.store_server import listen_for
 from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.errors import UsageError
 from hpc_elastic.pytorch.file_system_store import FileSystemStore
-from hpc_elastic.rendezvous import errors
+from hpc_elastic.rendezvous import state
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, on_this_node
 
@@ -139,16 +139,16 @@ class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignor
 
 
 _TORCH_ERRORS = (  # the first that fits
-    (errors.RendezvousClosedError, torch_rendezvous.RendezvousClosedError),
-    (errors.FilesystemTimeoutError, torch_rendezvous.RendezvousConnectionError),
-    (errors.RendezvousTimeoutError, torch_rendezvous.RendezvousTimeoutError),
-    (errors.RendezvousStateError, RendezvousStateError),
-    (errors.RendezvousError, torch_rendezvous.RendezvousError),
+    (state.RendezvousClosedError, torch_rendezvous.RendezvousClosedError),
+    (state.FilesystemTimeoutError, torch_rendezvous.RendezvousConnectionError),
+    (state.RendezvousTimeoutError, torch_rendezvous.RendezvousTimeoutError),
+    (state.RendezvousStateError, RendezvousStateError),
+    (state.RendezvousError, torch_rendezvous.RendezvousError),
 )
 
 
 def _as_torch(call: Callable[[], T]) -> T:
     try:
         return call()
-    except errors.RendezvousError as error:
+    except state.RendezvousError as error:
         raise next(theirs for ours, theirs in _TORCH_ERRORS if isinstance(error, ours))(str(error)) from error

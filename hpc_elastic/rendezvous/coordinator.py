@@ -16,23 +16,27 @@ from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, RunNotice, agreed_step
-from hpc_elastic.rendezvous.proposals import Proposal, files_hang, propose, propose_close
-from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
-from hpc_elastic.rendezvous.restart import (
+from hpc_elastic.rendezvous.next_round import (
     SYMPTOM,
     DecideRestart,
+    assign_ranks,
     explained_failures,
     first_failure,
     newest_per_node,
+    replacements,
+    whole_segments,
 )
+from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.proposals import Proposal, files_hang, propose, propose_close
 from hpc_elastic.rendezvous.state import (
+    MEASURE_SECONDS,
     Member,
     NodeFailure,
     RoundEvent,
     RoundRecord,
+    RunNotice,
     Status,
+    agreed_step,
     host_of,
     node_of,
     supersedes,

@@ -12,21 +12,23 @@ from collections.abc import Iterable
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.cache_invalidator import MOST, CacheInvalidator, PendingNotifications, record_name
-from hpc_elastic.rendezvous.claims import OwnClaims, goodbye_key, round_to_join
-from hpc_elastic.rendezvous.cluster_view import ClaimScanner, ClusterView
+from hpc_elastic.rendezvous.claims import OwnClaims, Sweep, goodbye_key, round_to_join
+from hpc_elastic.rendezvous.cluster_view import (
+    MOST_PENDING,
+    CacheInvalidator,
+    ClaimScanner,
+    ClusterView,
+    PendingNotifications,
+)
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims, next_proposal
-from hpc_elastic.rendezvous.ending import Ending, Listener
-from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
+from hpc_elastic.rendezvous.failure_detector import FailureDetector, HeartbeatSender, StoreId
+from hpc_elastic.rendezvous.next_round import DecideRestart
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
-from hpc_elastic.rendezvous.restart import DecideRestart
-from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.round_log import RoundLog, record_name
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
-from hpc_elastic.rendezvous.succession import NodesCutOff, Succession
-from hpc_elastic.rendezvous.sweep import Sweep
+from hpc_elastic.rendezvous.succession import Ending, Listener, NodesCutOff, Succession
 from hpc_elastic.run.coordinator_events import RoundOpened
 from hpc_elastic.run.events import CoordinatorEvent, RunEvent
 from hpc_elastic.store.file_store import Store
@@ -180,7 +182,7 @@ class Participant:
         survey = self._schedule.survey_now(now, notified=notified or said)
         announced = self.notifications.keys
         is_known = notified or said or self._has_committed or self._scanner.hears_all(self.record)
-        is_known &= self._notifier is not None and len(announced) < MOST
+        is_known &= self._notifier is not None and len(announced) < MOST_PENDING
         if survey and is_known:
             self._scanner.learn(announced, now=now, most_age=self.intervals.stride)
         elif survey:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec import Struct
 
-from hpc_elastic.rendezvous.cache_invalidator import record_name
+from hpc_elastic.rendezvous.round_log import record_name
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, newest_by_node, node_of
 from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.notifier import MOST_FORWARDED, Address, Notifier

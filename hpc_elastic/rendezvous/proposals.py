@@ -14,11 +14,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.failure_detector import LostLink
-from hpc_elastic.rendezvous.preemption import RunNotice
 from hpc_elastic.rendezvous.state import (
     Member,
     RoundEvent,
     RoundRecord,
+    RunNotice,
     Status,
     host_of,
     next_status,

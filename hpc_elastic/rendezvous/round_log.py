@@ -24,6 +24,17 @@ _RESERVE_BYTES = 256 << 10
 _FOLDER = "log"
 
 
+def record_name(number: int) -> str:
+    """A record's name in notifications."""
+    return f"{_FOLDER}/{number}"
+
+
+def record_number(key: str) -> int:
+    """The number of a record of that name; 0: it is no record's."""
+    folder, _, name = key.rpartition("/")
+    return int(name) if folder == _FOLDER and name.isdecimal() and len(name) < 20 else 0
+
+
 class LogRecord(Struct, frozen=True):
     number: int
     value: Mapping[str, Any]

@@ -1,4 +1,8 @@
-"""The record that the nodes agree on, what may follow what, and the names of participants.
+"""The record that the nodes agree on, what may follow what, the names of participants, and a rendezvous' errors.
+
+A record may carry a preemption notice. The process that learns of the end (the supervisor or an agent, by a signal)
+writes it into the log; each member reports where its workers stand, the coordinator names the step after which all save
+(`agreed_step`), and members report when all is saved.
 
 docs/reference/exit-codes.md is generated from `TRANSITIONS`.
 """
@@ -6,9 +10,10 @@ docs/reference/exit-codes.md is generated from `TRANSITIONS`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
@@ -19,9 +24,104 @@ from msgspec.structs import force_setattr, replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.rendezvous.preemption import RunNotice
+from hpc_elastic.errors import HpcElasticError, IllegalTransitionError
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
+
+MEASURE_SECONDS = 1.0
+"""Seconds for which a node measures how fast its workers step before it says where they stand."""
+NEWS_SECONDS = 1.0
+"""Seconds by which a later notice must leave less time than the one that holds, to be sent on."""
+
+
+class RunNotice(Struct, frozen=True, array_like=True):
+    """Part of every record from when it was given. A later one that leaves less time takes its place."""
+
+    reason: str
+    """``SIGUSR2 on n1``."""
+    seconds: float
+    """Seconds for which a checkpoint is waited for, from when it was given."""
+    step: int = STEP_PENDING
+    """All workers save after this step; `NO_STEP`: no worker reports steps."""
+    left: float | None = None
+    """Seconds until the job is ended from outside, from when it was given; None where nobody knows."""
+
+    @property
+    def is_agreed(self) -> bool:
+        return self.step != STEP_PENDING
+
+    def is_given_as(self, other: RunNotice | None) -> bool:
+        return other is not None and replace(self, step=other.step) == other
+
+    def leaves_less_than(self, other: RunNotice, *, since: float) -> bool:
+        """Return whether it is news to those who know of another one, given `since` seconds ago."""
+        return self.seconds < other.seconds - since - NEWS_SECONDS
+
+
+class PreemptionStatus(Struct, frozen=True, kw_only=True):
+    """One node's workers, when there is a preemption notice."""
+
+    heeds: bool
+    """One of them has asked for notices, or is sent a signal."""
+    step: int = NO_STEP
+    """The furthest step that one of them has reported."""
+    rate: float = 0.0
+    """Steps per second of the fastest."""
+
+
+def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
+    """Seconds for which a checkpoint is waited for, of those `given` until the job is ended from outside."""
+    return max(1.0, given - min(shutdown_timeout, given / 3) - min(5.0, given / 10))
+
+
+def agreed_step(statuses: Collection[PreemptionStatus], *, spread: float) -> int:
+    """One that no worker has passed by the time that it hears of it, `spread` seconds after the members' `statuses`."""
+    known = [status for status in statuses if status.step >= 0]
+    if not known:
+        return NO_STEP
+    furthest = max(status.step for status in known)
+    ahead = math.ceil(min(1e9, max(0.0, *(status.rate for status in known))) * spread)
+    # One more: a step is reported when it is complete. Ranks that wait for each other are no further apart.
+    return min(1 << 62, furthest + ahead + 1)
+
+
+class RendezvousError(HpcElasticError):
+    """The base of all below; nothing else comes out of a rendezvous."""
+
+
+class RendezvousClosedError(RendezvousError):
+    template = "rendezvous of run {run_id!r} is closed: {outcome} ({reason})"
+
+
+class ClosedRunIdError(RendezvousClosedError):
+    template = RendezvousClosedError.template + "; give a new run id, or reopen=on for a new run of this one"
+
+
+class RendezvousTimeoutError(RendezvousError):
+    template = (
+        "rendezvous of run {run_id!r}: {missing_count} of {expected} nodes had not joined after {timeout:g} s "
+        "({missing}); look for their agent logs, or allow fewer nodes, {fewer}-{expected}"
+    )
+
+
+class NoPlaceError(RendezvousTimeoutError):
+    template = (
+        "rendezvous of run {run_id!r}: all {places} places were taken for {timeout:g} s, and this node, a spare, "
+        "was not needed; allow more nodes, or a longer timeout"
+    )
+
+
+class FilesystemTimeoutError(RendezvousTimeoutError):
+    template = "rendezvous of run {run_id!r}: {path} could not be used for {timeout:g} s: {why}"
+
+
+class ExtraDataTimeoutError(RendezvousTimeoutError):
+    template = "rendezvous of run {run_id!r}: nothing stored under {key!r} of version {version} after {timeout:g} s"
+
+
+class RendezvousStateError(RendezvousError):
+    template = "rendezvous of run {run_id!r}: record {number} is {why}"
+
 
 OBSERVER_PLACE = 99999
 """The node index in the uid of a supervisor, which is no node."""
@@ -234,7 +334,6 @@ def decode_record(
     number: int, value: Mapping[str, Any], *, run_id: str, known: RoundRecord | None = None
 ) -> RoundRecord:
     """A record from the log; `known` has the same member list, where it refers to another (`members_elsewhere`)."""
-    from hpc_elastic.rendezvous.errors import RendezvousStateError  # not at an agent's start
 
     try:
         if value["v"] != codec.VERSION:

@@ -8,12 +8,10 @@ from collections import deque
 from pathlib import Path
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
-from hpc_elastic.rendezvous.ending import close_run
-from hpc_elastic.rendezvous.handler_config import HandlerConfig
-from hpc_elastic.rendezvous.run_folder import RunFolder, remove_epoch
+from hpc_elastic.rendezvous.claims import SWEEP_SECONDS, ClaimKind, Sweep, claim_key, read_claims
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, RunFolder, remove_epoch
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS, Sweep
+from hpc_elastic.rendezvous.succession import close_run
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore

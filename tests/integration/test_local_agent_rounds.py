@@ -15,8 +15,7 @@ from hpc_elastic.agent import LocalElasticAgent, WorkerSpec
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
-from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_url
-from hpc_elastic.rendezvous.run_folder import RunFolder
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, RunFolder, config_from_url
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.file_store import FileStore

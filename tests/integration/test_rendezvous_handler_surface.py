@@ -22,14 +22,18 @@ from msgspec.structs import replace
 from hpc_elastic.base import files
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous import errors, handler, run_folder
-from hpc_elastic.rendezvous.ending import close_run
-from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
-from hpc_elastic.rendezvous.handler import FileRendezvousHandler
+from hpc_elastic.rendezvous import handler, handler_config, state
+from hpc_elastic.rendezvous.handler import FileRendezvousHandler, Membership
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
-from hpc_elastic.rendezvous.membership import Membership
 from hpc_elastic.rendezvous.round_log import RecordLog
-from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.state import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RoundRecord,
+    Status,
+)
+from hpc_elastic.rendezvous.succession import close_run
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store import file_store
 from tests.rigs.memory_store import MemoryStore
@@ -225,7 +229,7 @@ def test_only_rendezvous_errors_come_out_of_a_filesystem_that_fails_now_and_then
     rig: HandlerRig, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     chaos = Chaos(seed, 0.12)
-    for module in (file_store, run_folder, files):
+    for module in (file_store, handler_config, files):
         monkeypatch.setattr(module, "os", chaos)
     nodes = [rig.make(2, timeout=8.0) for _ in range(3)]
     worked = 0
@@ -261,7 +265,7 @@ def test_a_filesystem_that_always_fails_ends_each_call_in_time(
     node = rig.make(timeout=0.3)
     monkeypatch.setattr(handler, "_SHUTDOWN_SECONDS", 0.3)
     chaos = Chaos(1, 2.0)
-    for module in (file_store, run_folder, files):
+    for module in (file_store, handler_config, files):
         monkeypatch.setattr(module, "os", chaos)
     for call in (
         node.next_rendezvous,
@@ -284,7 +288,7 @@ def test_every_error_pickles_and_is_one_of_the_three() -> None:
         "timeout": 3.0, "missing": "n3", "fewer": 1, "path": "/p", "why": "w", "key": "k", "version": 0, "number": 4,
         "places": 2,
     }  # fmt: skip
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RendezvousError)]
+    kinds = [kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, RendezvousError)]
     assert len(kinds) >= 6
     for kind in kinds:
         copy = pickle.loads(pickle.dumps(kind(**facts)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.rendezvous.errors import RendezvousTimeoutError
+from hpc_elastic.rendezvous.state import RendezvousTimeoutError
 from tests.rigs.rendezvous_handlers import HandlerRig
 from tests.rigs.waiting import until
 

@@ -225,7 +225,7 @@ dist.TCPStore = real
 import pathlib
 blocked = handler(1, "blocked")
 (pathlib.Path(sys.argv[1]) / "elsewhere").mkdir()
-from hpc_elastic.rendezvous.run_folder import safe_name
+from hpc_elastic.rendezvous.handler_config import safe_name
 (pathlib.Path(sys.argv[1]) / safe_name("blocked")).symlink_to("elsewhere")
 assert raised(blocked.next_rendezvous) is api.RendezvousError
 print("held")

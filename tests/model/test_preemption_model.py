@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.rendezvous.preemption import PreemptionStatus, RunNotice
-from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.state import PreemptionStatus, RoundRecord, RunNotice, Status
 from hpc_elastic.run.paths import Outcome
 from tests.model.test_rendezvous_model import SETTINGS, failure, started
 from tests.rigs.rendezvous_world import Crash, Node, World

@@ -151,7 +151,7 @@ def test_a_strangers_rendezvous_folder_is_refused(attacker: User, victim: User, 
         import sys
         from hpc_elastic.base.clock import SystemClock
         from hpc_elastic.rendezvous.handler_config import HandlerConfig
-        from hpc_elastic.rendezvous.run_folder import RunFolder
+        from hpc_elastic.rendezvous.handler_config import RunFolder
         RunFolder(HandlerConfig(directory=sys.argv[1], run_id="job", min_nodes=1, max_nodes=1), SystemClock()).enter(1)
         """,
         shared / "meet",

@@ -31,8 +31,7 @@ from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.evidence import read_failure, write_evidence
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.claims import Departure, OwnClaims, Ready, Saved, read_claim
-from hpc_elastic.rendezvous.preemption import PreemptionStatus
-from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, decode_record
+from hpc_elastic.rendezvous.state import NodeFailure, PreemptionStatus, RoundRecord, decode_record
 from hpc_elastic.run import index, node_score
 from hpc_elastic.run.heartbeats import RankHeartbeat
 from hpc_elastic.run.index import JobEntry

@@ -28,10 +28,9 @@ from hpc_elastic.agent.supervision import Phase, WorkerState
 from hpc_elastic.failures.classify import moment_after
 from hpc_elastic.failures.ranking import ALL_ALIKE, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
-from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.preemption import RunNotice
-from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
+from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, RunNotice, Status
+from hpc_elastic.rendezvous.succession import EndClaimed, EndUnclaimed
 from hpc_elastic.run.activities import Activity, Doing, HangSettings, OnHang, RankSockets, Source
 from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.events import RunEvent

@@ -17,9 +17,9 @@ from hpc_elastic.launch.supervisor import (
     LAUNCH_NEWS_SECONDS,
     SILENT_SECONDS,
 )
-from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run
 from hpc_elastic.rendezvous.proposals import to_event
 from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status
+from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, claim_end, close_run
 from hpc_elastic.run.paths import STORE_LOST_CODE, Outcome
 from hpc_elastic.store.file_store import StoreError, StoreWipedError
 from tests.rigs.supervisor_stage import TICK, Stage

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.rendezvous.cache_invalidator import FIRST_SECONDS, LAST_SECONDS, CacheInvalidator
-from hpc_elastic.rendezvous.cluster_view import ClusterView
+from hpc_elastic.rendezvous.cluster_view import FIRST_SECONDS, LAST_SECONDS, CacheInvalidator, ClusterView
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims
 from hpc_elastic.rendezvous.proposals import Proposal
 from hpc_elastic.rendezvous.state import Member, NodeFailure, RoundEvent, RoundRecord, Status

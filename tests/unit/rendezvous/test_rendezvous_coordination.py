@@ -13,7 +13,7 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.cache_invalidator import PendingNotifications
+from hpc_elastic.rendezvous.cluster_view import PendingNotifications
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.peers import BeatPlan

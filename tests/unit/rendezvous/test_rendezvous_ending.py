@@ -7,7 +7,11 @@ from typing import Any
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import goodbye_key
-from hpc_elastic.rendezvous.ending import (
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
+from hpc_elastic.rendezvous.peers import NodeInfo, Peers
+from hpc_elastic.rendezvous.schedule import poll_intervals
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.succession import (
     END_ASKED,
     END_PATIENCE,
     END_TURN,
@@ -15,10 +19,6 @@ from hpc_elastic.rendezvous.ending import (
     Ending,
     claim_end,
 )
-from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.peers import NodeInfo, Peers
-from hpc_elastic.rendezvous.schedule import poll_intervals
-from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
 from tests.rigs.event_pairs import pair_of

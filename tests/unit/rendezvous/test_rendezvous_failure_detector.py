@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.failure_detector import INVALIDATE_SECONDS, FailureDetector, HeartbeatAges
-from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
+from hpc_elastic.rendezvous.failure_detector import INVALIDATE_SECONDS, FailureDetector, Heartbeat, HeartbeatAges
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore

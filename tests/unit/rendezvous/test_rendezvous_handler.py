@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
-from hpc_elastic.rendezvous.run_folder import RunFolder, safe_name
+from hpc_elastic.rendezvous.handler_config import RunFolder, safe_name
+from hpc_elastic.rendezvous.state import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from hpc_elastic.store.file_store import StoreFullError
 from tests.rigs.rendezvous_handlers import HandlerRig, at_most
 from tests.rigs.waiting import until

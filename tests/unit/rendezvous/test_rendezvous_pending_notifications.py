@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hpc_elastic.rendezvous.cache_invalidator import MOST, PendingNotifications, record_name
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
+from hpc_elastic.rendezvous.cluster_view import MOST_PENDING, PendingNotifications
+from hpc_elastic.rendezvous.round_log import record_name
 
 JOIN = claim_key(4, ClaimKind.JOIN, "00001-n1-aa")
 FAIL = claim_key(3, ClaimKind.FAIL, "00001-n1-aa")
@@ -42,5 +43,5 @@ def test_nonsense_is_ignored() -> None:
 
 def test_the_list_has_an_end() -> None:
     about = PendingNotifications()
-    about.add(record_name(number) for number in range(10 * MOST))
-    assert len(about.keys) == MOST
+    about.add(record_name(number) for number in range(10 * MOST_PENDING))
+    assert len(about.keys) == MOST_PENDING

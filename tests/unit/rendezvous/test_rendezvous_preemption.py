@@ -12,14 +12,18 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.rendezvous.claims import read_claim
-from hpc_elastic.rendezvous.preemption import (
+from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, propose_notice
+from hpc_elastic.rendezvous.state import (
+    NodeFailure,
     PreemptionStatus,
+    RoundEvent,
+    RoundRecord,
     RunNotice,
+    Status,
     agreed_step,
+    decode_record,
     seconds_to_save,
 )
-from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, propose_notice
-from hpc_elastic.rendezvous.state import NodeFailure, RoundEvent, RoundRecord, Status, decode_record
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, committed, decide, record, uid, view

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.rendezvous.claims import OwnClaims, read_claim
-from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
     Member,
     NodeFailure,
+    RendezvousStateError,
     RoundRecord,
     Status,
     decode_record,

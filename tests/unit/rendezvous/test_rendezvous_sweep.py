@@ -8,9 +8,7 @@ from collections import Counter, deque
 import pytest
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
-from hpc_elastic.rendezvous.sweep import (
+from hpc_elastic.rendezvous.claims import (
     GONE_SECONDS,
     MOST_AT_ONCE,
     REMOVALS_PER_SECOND,
@@ -18,6 +16,8 @@ from hpc_elastic.rendezvous.sweep import (
     Sweep,
     old_rounds,
 )
+from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.store.file_store import StoreWipedError
 from tests.rigs.memory_store import MemoryStore, SpyStore
 from tests.rigs.rendezvous_world import World

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.rendezvous.ending import close_run
-from hpc_elastic.rendezvous.handler_config import HandlerConfig
-from hpc_elastic.rendezvous.run_folder import (
+from hpc_elastic.rendezvous.handler_config import (
     ABANDONED_SECONDS,
     CLOSED_SECONDS,
     KEPT_EPOCHS,
@@ -18,10 +16,12 @@ from hpc_elastic.rendezvous.run_folder import (
     REMOVALS_PER_SECOND,
     WATCH_SECONDS,
     EpochSweep,
+    HandlerConfig,
     RunFolder,
     remove_epoch,
     why_remove,
 )
+from hpc_elastic.rendezvous.succession import close_run
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.fake_clock import FakeClock

@@ -11,12 +11,10 @@ import pytest
 
 from hpc_elastic.launch.run_directory import claim_attempt
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.claims import read_claims
-from hpc_elastic.rendezvous.handler_config import HandlerConfig
+from hpc_elastic.rendezvous.claims import SWEEP_SECONDS, read_claims
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, RunFolder
 from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog
-from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import NodeFailure
-from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS
 from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore

@@ -7,13 +7,15 @@ import pickle
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.rendezvous.errors import (
+from hpc_elastic.rendezvous.state import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousStateError,
     RendezvousTimeoutError,
+    RoundEvent,
+    Status,
+    next_status,
 )
-from hpc_elastic.rendezvous.state import RoundEvent, Status, next_status
 
 J, Z, F, C = Status.JOINABLE, Status.FROZEN, Status.FINAL, Status.CLOSED
 E = RoundEvent
