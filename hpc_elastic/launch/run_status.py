@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import Unreadable, read_bytes
+from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.options.sbatch import COMMENT_MARK
@@ -31,7 +31,6 @@ from hpc_elastic.run.heartbeats import (
     NOW,
     NodeHeartbeats,
     ProgressSource,
-    RankHeartbeat,
     RunPace,
     SlowRank,
     SlowRanks,
@@ -92,53 +91,45 @@ class OutputStatus(Struct, frozen=True, kw_only=True):
 
 
 def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> tuple[StepStatus | None, float | None]:
+    read = (codec.load(attempt.heartbeats(member.node), NodeHeartbeats) for member in record.members)
+    told = [found for found in read if isinstance(found, NodeHeartbeats) and found.round == record.round]
+    ages = [max(0.0, (now_ns - found.written_ns) / 1e9) for found in told]
+    beats = [(age, beat) for age, found in zip(ages, told, strict=True) for beat in found.ranks]
     known: dict[ProgressSource, dict[int, int]] = {}
-    resting: list[float] = []
-    paces: list[float] = []
-    totals: list[int] = []
-    losses: list[float] = []
-    saved: list[tuple[float, RankHeartbeat]] = []
-    newest, heard = 0, None
-    for member in record.members:
-        found = codec.load(attempt.heartbeats(member.node), NodeHeartbeats)
-        if isinstance(found, Unreadable) or found.round != record.round:
-            continue
-        age = max(0.0, (now_ns - found.written_ns) / 1e9)
-        for beat in found.ranks:
-            source = ProgressSource.HEARTBEAT if beat.step is not None else beat.source
-            step = beat.counted_steps if beat.step is None else beat.step
-            if step is not None and source is not ProgressSource.UNKNOWN:  # an earlier version named no source
-                known.setdefault(source, {})[beat.rank] = step
-        if found.progress is not None and found.progress.resting is not None:
-            resting.append(found.progress.resting and found.progress.resting + age)
-        saved += [(age + beat.saved_age, beat) for beat in found.ranks if beat.saved_age is not None]
-        ages = [age + beat.age for beat in found.ranks if beat.count or beat.counted_steps]
-        heard = min([*ages, *([heard] if heard is not None else [])], default=None)
-        paces += [found.steps_per_second] if found.steps_per_second is not None else []
-        totals += [found.total] if found.total is not None else []
-        losses += [found.loss] if found.loss is not None else []
-        newest = max(newest, found.written_ns)
+    for _, beat in beats:
+        source = ProgressSource.HEARTBEAT if beat.step is not None else beat.source
+        step = beat.counted_steps if beat.step is None else beat.step
+        if step is not None and source is not ProgressSource.UNKNOWN:  # an earlier version named no source
+            known.setdefault(source, {})[beat.rank] = step
+    resting = [
+        found.progress.resting and found.progress.resting + age
+        for age, found in zip(ages, told, strict=True)
+        if found.progress is not None and found.progress.resting is not None
+    ]
     at_rest = min(resting) if resting and len(resting) == len(record.members) else None
     if not known:
         return None, at_rest
     source = min(known, key=[ProgressSource.HEARTBEAT, *COUNTED].index)
     steps = known[source]
     least, most = min(steps.values()), max(steps.values())
-    pace, total = min(paces, default=None), max(totals, default=None)
+    pace = min((found.steps_per_second for found in told if found.steps_per_second is not None), default=None)
+    total = max((found.total for found in told if found.total is not None), default=None)
+    heard = min((age + beat.age for age, beat in beats if beat.count or beat.counted_steps), default=None)
+    saved = [(age + beat.saved_age, beat.saved_step) for age, beat in beats if beat.saved_age is not None]
     status = StepStatus(
         least=least,
         most=most,
         behind=tuple(sorted(rank for rank, step in steps.items() if step == least)) if least < most else (),
         ranks=len(steps),
         source=source,
-        told_seconds=round(max(0.0, (now_ns - newest) / 1e9), 1),
+        told_seconds=round(min(ages), 1),
         heartbeat_seconds=None if heard is None else round(heard, 1),
         steps_per_second=pace,
         total=total,
         seconds_to_end=round(max(0, total - least) / pace, 1) if pace and total is not None else None,
-        loss=losses[0] if losses else None,
+        loss=next((found.loss for found in told if found.loss is not None), None),
         checkpoint_seconds=round(min(age for age, _ in saved), 1) if saved else None,
-        checkpoint_step=max((beat.saved_step for _, beat in saved if beat.saved_step is not None), default=None),
+        checkpoint_step=max((step for _, step in saved if step is not None), default=None),
     )
     return status, at_rest
 

@@ -74,7 +74,15 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
             nodes=_job_nodes(reader),
             node=reader.text("SLURMD_NODENAME"),
             gpus=_gpus(reader, "SLURM_STEP_GPUS" if in_task else "SLURM_JOB_GPUS"),
-            task=_task_facts(reader) if in_task else None,
+            task=TaskFacts(
+                step_id=reader.need_number("SLURM_STEP_ID", "SLURM_STEPID"),
+                step_nodes=reader.parsed(expand, "SLURM_STEP_NODELIST") or (),
+                procid=reader.need_number("SLURM_PROCID"),
+                num_tasks=reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+                tasks_per_node=reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or (),
+            )
+            if in_task
+            else None,
         )
 
 
@@ -215,16 +223,6 @@ def _job_nodes(reader: _Reader) -> tuple[str, ...]:
             "SLURM_JOB_NUM_NODES", str(count), f"but SLURM_JOB_NODELIST names {len(listed)} nodes"
         )
     return listed
-
-
-def _task_facts(reader: _Reader) -> TaskFacts:
-    return TaskFacts(
-        step_id=reader.need_number("SLURM_STEP_ID", "SLURM_STEPID"),
-        step_nodes=reader.parsed(expand, "SLURM_STEP_NODELIST") or (),
-        procid=reader.need_number("SLURM_PROCID"),
-        num_tasks=reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        tasks_per_node=reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or (),
-    )
 
 
 def _gpus(reader: _Reader, variable: str) -> int:

@@ -177,12 +177,7 @@ def _options(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
     nodes = _nodes(found)
     if nodes is not None:
         yield "nodes", _OPTION_OF["nodes"], nodes
-    yield from _additional(found.get("additional_parameters") or {})
-    yield from _restarts(found)
-
-
-def _additional(given: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
-    for key, value in given.items():
+    for key, value in (found.get("additional_parameters") or {}).items():
         dest = key.replace("-", "_")
         source = f"additional_parameters {key}"
         if dest in _OPTION_OF and dest not in ("sbatch_args", "signal", "output", "error", "array"):
@@ -190,11 +185,7 @@ def _additional(given: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
         else:
             flag = f"--{key.replace('_', '-')}"
             yield source, _OPTION_OF["sbatch_args"], [flag if value is True else f"{flag}={value}"]
-
-
-def _restarts(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
-    policy = found.get("restart_on", "all")
-    if policy == "never":
+    if found.get("restart_on") == "never":
         for dest in ("max_restarts", "max_requeues"):
             yield "restart_on", _OPTION_OF[dest], 0
     elif "max_num_timeout" in found and "max_requeues" not in found:
