@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.notation import MAX_HOSTS, HostlistError, compress, expand
+from hpc_elastic.slurm.notation import (
+    MAX_HOSTS,
+    HostlistError,
+    compress,
+    device_count,
+    expand,
+    expand_counts,
+    gpu_count,
+)
 
 DATA = Path(__file__).parents[2] / "data" / "slurm"
 VERSIONS = ("20.11.4", "22.05.8", "24.11.5", "26.05.5")
@@ -114,3 +122,65 @@ def test_compress_refuses_what_is_no_host_name(name: str) -> None:
 @given(st.lists(st.from_regex(r"[a-z][a-z0-9-]{0,5}[0-9]{0,4}(\.[a-z]{2})?", fullmatch=True), max_size=20))
 def test_compress_loses_nothing(hosts: list[str]) -> None:
     assert expand(compress(hosts)) == tuple(hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("1", (1,)), ("4(x2),1", (4, 4, 1)), ("2,1", (2, 1)), ("1,2(x2)", (1, 2, 2)), ("0(x3)", (0,) * 3)],
+)
+def test_counts(text: str, counts: tuple[int, ...]) -> None:
+    assert expand_counts(text) == counts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "4(x)", "4(x0)", "4x2", "-1", "4(x2", ",", "1,,2", f"1(x{MAX_HOSTS + 1})", "٣"]
+)
+def test_counts_refuse_nonsense(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not|counts no node"):
+        expand_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4", 4),
+        ("0", 0),
+        ("a100:4", 4),
+        ("a100:2,v100:1", 3),
+        ("gpu:4(S:0-1)", 4),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:2(IDX:0-1),gpu:v100:1(IDX:2)", 3),
+        ("gpu:1,nic:2", 1),
+        ("gpu", 1),
+        ("gpu:tesla", 1),
+        ("gres/gpu=2", 2),
+        ("gres/gpu:a100=2", 2),
+        ("gres:gpu:3", 3),
+        ("gpu:nvidia_a100-sxm4-80gb:8", 8),
+    ],
+)
+def test_gpus(text: str, count: int) -> None:
+    assert gpu_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "four gpus", "gpu:", ":4", "gpu:4,", "gpu:-1:$"])
+def test_gpus_refuse_nonsense(text: str) -> None:
+    with pytest.raises(ValueError, match=r"empty entry|is not a count"):
+        gpu_count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0,1", 2),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("GPU-8932f937-d72c,GPU-11", 2),
+        ("NoDevFiles", 0),
+        ("0-3", 4),
+        ("MIG-1/2/0", 1),
+    ],
+)
+def test_devices(text: str, count: int) -> None:
+    assert device_count(text) == count
