@@ -195,7 +195,11 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
     mine = _user_line(failure, body)
     at, frame = (mine[0], _frame_lines(body, mine[0])) if mine is not None else (None, [])
     if any(_FIRST_CALL_FIRST in line for line in body[:3]):
-        return _beginning_of(body, room, at, frame)
+        if at is None or at < room:
+            return [*body[:room], *_left_out(len(body) - room, "lines below")]
+        kept, below = max(1, room - len(frame) - 1), len(body) - at - len(frame)
+        libraries = _left_out(at - kept, "lines of libraries")
+        return [*body[:kept], *libraries, *frame, *_left_out(below, "lines below")]
     start, end = _block(failure, body)
     while end > start and not body[end - 1].strip():
         end -= 1
@@ -225,13 +229,6 @@ def _with_its_first(body: list[str], room: int) -> list[str]:
         return []
     above = mine[-1][0] if mine else end - 1
     return [*_left_out(above, "lines above"), *first, *_left_out(len(body) - len(tail) - end, "lines"), *tail]
-
-
-def _beginning_of(body: list[str], room: int, at: int | None, frame: list[str]) -> list[str]:
-    if at is None or at < room:
-        return [*body[:room], *_left_out(len(body) - room, "lines below")]
-    kept, below = max(1, room - len(frame) - 1), len(body) - at - len(frame)
-    return [*body[:kept], *_left_out(at - kept, "lines of libraries"), *frame, *_left_out(below, "lines below")]
 
 
 def _end_of(body: list[str], room: int) -> list[str]:

@@ -242,7 +242,10 @@ class LogFile:
             self._open()
             if self._unsaid:
                 mark = f"\n[… {self._unsaid} bytes lost here: {self.failure or HANGS}]\n".encode()
-                self._at += _write_all(self._fd, memoryview(mark))
+                left = memoryview(mark)
+                while left:
+                    left = left[os.write(self._fd, left) :]
+                self._at += len(mark)
                 self._total += len(mark)
                 self._unsaid = 0
             if at_us and data:
@@ -366,13 +369,6 @@ def _open_for_append(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _write_all(fd: int, view: memoryview) -> int:
-    size = len(view)
-    while view:
-        view = view[os.write(fd, view) :]
-    return size
 
 
 def _cost(item: bytes | int | None) -> int:
