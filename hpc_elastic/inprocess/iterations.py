@@ -19,13 +19,12 @@ from msgspec import Struct
 
 from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.hooks import RankDiscarded
-from hpc_elastic.inprocess.monitor_process import MonitorProcess, RankPlace
+from hpc_elastic.inprocess.monitor_process import MonitorProcess, RankPlace, StallWatch
 from hpc_elastic.inprocess.progress_watchdog import (
     Interruptible,
     ProgressWatchdog,
     RankShouldRestart,
     Reading,
-    StallWatch,
     async_raise,
     reraise_if_unraisable,
     set_aborted,

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +26,7 @@ from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.base.files import Owner, open_checked
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage, StallWatch
+from hpc_elastic.inprocess.progress_watchdog import ProgressPage, Reading
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, ReplacementProcess
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, TCPStore, detect_silence, wait_until
@@ -38,6 +38,47 @@ logger = logging.getLogger(__name__)
 
 ELSEWHERE = object()
 """Returned instead of a server where another process serves already."""
+
+
+class StallWatch:
+    """Judges when a counter has stood still for too long, by the observer's monotonic clock alone."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._ages: Staleness[str] = Staleness()
+
+    def is_stalled(self, reading: Reading, now: float) -> bool:
+        if reading.paused:
+            self._ages = Staleness()  # both limits begin again afterwards
+            return False
+        # The epoch is part of what is compared: both counters start again with it.
+        automatic = self._ages.observe("automatic", (reading.epoch, reading.automatic), now)
+        manual = self._ages.observe("manual", (reading.epoch, reading.manual), now)
+        return automatic >= self._limit or (reading.armed and manual >= self._limit)
+
+
+class NeighbourWatch:
+    """Finds dead ranks among the next ones: watches one, and all when that was silent for half of `timeout`."""
+
+    def __init__(self, *, rank: int, count: int, timeout: float) -> None:
+        self._successors = [(rank + step) % count for step in range(1, count)]
+        self._timeout = timeout
+        self._ages: Staleness[int] = Staleness()
+        self._dead: set[int] = set()
+        self._is_suspicious = False
+
+    @property
+    def watched(self) -> list[int]:
+        left = [rank for rank in self._successors if rank not in self._dead]
+        return left if self._is_suspicious else left[:1]
+
+    def look(self, counts: Mapping[int, int], now: float) -> list[int]:
+        """The ranks found dead by this look, by the counters of those `watched` and monotonic seconds."""
+        silent = {rank: self._ages.observe(rank, count, now) for rank, count in counts.items()}
+        found = sorted(rank for rank, seconds in silent.items() if seconds >= self._timeout)
+        self._dead.update(found)
+        self._is_suspicious = any(seconds >= self._timeout / 2 for seconds in silent.values())
+        return found
 
 
 class RankPlace(Struct, frozen=True, kw_only=True):

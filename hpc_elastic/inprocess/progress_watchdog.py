@@ -1,4 +1,4 @@
-"""Watches the main thread's progress from outside, and gets it out of the function. No torch.
+"""Watches the main thread's progress from outside, and gets it out of the function. It needs nothing but Python.
 
 Progress is two counters that another thread, and another process, watch change.
 The automatic one counts on when the main thread executes bytecode: a *pending call* of the interpreter, which the main
@@ -23,12 +23,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
-
-from hpc_elastic.base.clock import Staleness
 
 _FIELDS = struct.Struct("=qq?q?")
 
@@ -57,23 +55,6 @@ class ProgressPage:
 
     def close(self) -> None:
         self._memory.close()
-
-
-class StallWatch:
-    """Judges when a counter has stood still for too long, by the observer's monotonic clock alone."""
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._ages: Staleness[str] = Staleness()
-
-    def is_stalled(self, reading: Reading, now: float) -> bool:
-        if reading.paused:
-            self._ages = Staleness()  # both limits begin again afterwards
-            return False
-        # The epoch is part of what is compared: both counters start again with it.
-        automatic = self._ages.observe("automatic", (reading.epoch, reading.automatic), now)
-        manual = self._ages.observe("manual", (reading.epoch, reading.manual), now)
-        return automatic >= self._limit or (reading.armed and manual >= self._limit)
 
 
 class _BytecodeProbe:
@@ -186,30 +167,6 @@ class ProgressWatchdog:
             look = self._look
             if look is not None:
                 look(self._page.read())
-
-
-class NeighbourWatch:
-    """Finds dead ranks among the next ones: watches one, and all when that was silent for half of `timeout`."""
-
-    def __init__(self, *, rank: int, count: int, timeout: float) -> None:
-        self._successors = [(rank + step) % count for step in range(1, count)]
-        self._timeout = timeout
-        self._ages: Staleness[int] = Staleness()
-        self._dead: set[int] = set()
-        self._is_suspicious = False
-
-    @property
-    def watched(self) -> list[int]:
-        left = [rank for rank in self._successors if rank not in self._dead]
-        return left if self._is_suspicious else left[:1]
-
-    def look(self, counts: Mapping[int, int], now: float) -> list[int]:
-        """The ranks found dead by this look, by the counters of those `watched` and monotonic seconds."""
-        silent = {rank: self._ages.observe(rank, count, now) for rank, count in counts.items()}
-        found = sorted(rank for rank, seconds in silent.items() if seconds >= self._timeout)
-        self._dead.update(found)
-        self._is_suspicious = any(seconds >= self._timeout / 2 for seconds in silent.values())
-        return found
 
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess import store as ring_store
-from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch
+from hpc_elastic.inprocess.monitor_process import NeighbourWatch
 from tests.rigs.inprocess_phases import PATIENT
 from tests.rigs.inprocess_scenarios import Options, short_timeouts, store_of
 from tests.rigs.processes import is_alive

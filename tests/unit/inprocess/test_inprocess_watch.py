@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.codec import dumps, loads
-from hpc_elastic.inprocess.monitor_process import NeighbourWatch, RankPlace
-from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog, Reading, StallWatch
+from hpc_elastic.inprocess.monitor_process import NeighbourWatch, RankPlace, StallWatch
+from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog, Reading
 
 pytestmark = pytest.mark.torch
 
