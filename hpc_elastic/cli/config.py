@@ -1,17 +1,24 @@
-"""``hpc-elastic config``: every option's value, and its source. And the command line of ``submit`` and its like."""
+"""``hpc-elastic config``: every option's value, and its source. And the command line of ``submit`` and its like.
+
+``hpc-elastic completion SHELL`` is click's completion, of subcommands, options, their values and runs.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
 from shutil import get_terminal_size
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import click
 from msgspec.structs import replace
 
-from hpc_elastic.cli.main import print_note
+from hpc_elastic.cli.main import _SUBCOMMANDS, COMPLETE_VARIABLE, PROGRAM, of_subcommand, print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.config_files import Layer
 from hpc_elastic.options.job_options import SBATCH_VARIABLES
@@ -123,7 +130,7 @@ TAKEN = frozenset[str]()
 """`OPTIONS` has them all."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main_config(argv: Sequence[str]) -> int:
     try:
         given = parse(argv, OPTIONS, refused=REFUSED, unneeded=UNNEEDED)
     except HelpWanted as wanted:
@@ -213,3 +220,57 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(value) if isinstance(value, list) else value or "true"
+
+
+COMPLETION_PARAMETERS = (click.Argument(["shell"], type=click.Choice(("bash", "zsh", "fish"))),)
+COMPLETION_NOTE = (
+    "To load it: source <(hpc-elastic completion bash), in ~/.bashrc; for zsh likewise; for fish: "
+    "hpc-elastic completion fish | source"
+)
+
+
+def run_completion(args: SimpleNamespace) -> int:
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(args.shell)
+    assert found is not None
+    sys.stdout.write(found(_Subcommands(), {}, PROGRAM, COMPLETE_VARIABLE).source())
+    return 0
+
+
+def answer_shell() -> NoReturn:
+    from click.shell_completion import shell_complete
+
+    sys.exit(shell_complete(_Subcommands(), {}, PROGRAM, COMPLETE_VARIABLE, os.environ[COMPLETE_VARIABLE]))
+
+
+class _Subcommands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _SUBCOMMANDS:
+            return None
+        module_name, help_ = _SUBCOMMANDS[cmd_name]
+        module = import_module(f"hpc_elastic.cli.{module_name}")
+        if parameters := of_subcommand(module, "PARAMETERS", cmd_name):
+            return click.Command(cmd_name, params=list(parameters), help=help_)
+        taken = options_of(cmd_name, getattr(module, "OPTIONS", ()), getattr(module, "TAKEN", None))
+        options = [_parameter(option) for option in taken if cmd_name not in option.ignored_by]
+        argument = click.Argument(["command"], nargs=-1, type=click.Path())
+        if cmd_name == "config":
+            keys = list(Keys(option for option in ALL_OPTIONS if option.in_files).by_name)
+            argument = click.Argument(["keys"], nargs=-1, type=click.Choice(keys))
+        settings = {"allow_interspersed_args": False}
+        return click.Command(cmd_name, params=[*options, argument], help=help_, context_settings=settings)
+
+
+def _parameter(option: Option) -> click.Parameter:
+    names = [*option.names, f"option_{option.names[0].strip('-').replace('-', '_')}"]
+    if option.metavar is None:
+        return click.Option(names, is_flag=True, help=option.help)
+    words = [word for word in re.split(r"[|,\[\]]", option.metavar) if re.fullmatch(r"[a-z][a-z-]*", word)]
+    kind: click.ParamType[str] | type[str] = click.Choice(words) if words else str  # ``auto|slurm|local``
+    if option.metavar in ("FILE", "PATH", "DIR"):
+        kind = click.Path(file_okay=option.metavar != "DIR")
+    return click.Option(names, type=kind, help=option.help)

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from hpc_elastic import __version__
@@ -20,7 +21,7 @@ PROGRAM = "hpc-elastic"
 COMPLETE_VARIABLE = f"_{PROGRAM}_complete".replace("-", "_").upper()
 _USAGE, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
-# Name → module, help. A module has `main(argv)`, or `add_arguments(parser)` and `run(args)`, or `run_NAME(args)`.
+# Name → module, help. A module has `main(argv)`, or PARAMETERS and `run(args)`: see `of_subcommand`.
 _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "submit": ("submit", "create a run directory and submit the run to Slurm (or run it here: --cluster local)"),
     "run": ("run", "run in the foreground, in this Slurm allocation or on this machine"),
@@ -31,13 +32,13 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "list": ("list_runs", "list runs with their states"),
     "doctor": ("doctor", "check whether this cluster, account and installation let a run work, and what to do"),
     "rehearse": ("rehearse", "run a script with planted faults, and judge whether it really resumes"),
-    "convert": ("convert", "convert an sbatch file that starts torchrun into a command, and explain each line"),
-    "clean": ("clean", "remove directories of old runs, never of one that may be running"),
+    "convert": ("submit", "convert an sbatch file that starts torchrun into a command, and explain each line"),
+    "clean": ("list_runs", "remove directories of old runs, never of one that may be running"),
     "cancel": ("run_job", "cancel a run's job: its workers get SIGTERM, and the report is written"),
     "requeue": ("run_job", "have a run save and begin its next attempt; or requeue a Slurm job that has ended"),
     "config": ("config", "show the value of each option, and where it comes from"),
-    "completion": ("completion", "print a script for bash, zsh or fish that completes subcommands, options and runs"),
-    "agent": ("agent", "run the agent of one node, inside a step of your own"),
+    "completion": ("config", "print a script for bash, zsh or fish that completes subcommands, options and runs"),
+    "agent": ("run", "run the agent of one node, inside a step of your own"),
 }
 _REMOVED: dict[str, str] = {
     "chaos": "use hpc-elastic rehearse, which does faults to runs of its own",
@@ -58,7 +59,7 @@ def console_main() -> NoReturn:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if COMPLETE_VARIABLE in os.environ:
-            from hpc_elastic.cli.completion import answer_shell
+            from hpc_elastic.cli.config import answer_shell
 
             answer_shell()
         code = main(sys.argv[1:])
@@ -131,15 +132,20 @@ def _dispatch(argv: list[str]) -> int:
 def _run(module_name: str, name: str, argv: list[str]) -> int:
     from importlib import import_module
 
-    module: Any = import_module(f"hpc_elastic.cli.{module_name}")
-    if hasattr(module, "main"):
-        return int(module.main(argv))
+    module = import_module(f"hpc_elastic.cli.{module_name}")
+    if main_of := of_subcommand(module, "main", name):
+        return int(main_of(argv))
     from hpc_elastic.options.table import read_arguments
 
-    note = getattr(module, "NOTE", "")
-    args = read_arguments(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1], module.PARAMETERS, argv, note=note)
-    run = getattr(module, f"run_{name}", None) or module.run
-    return 0 if args is None else int(run(args))
+    parameters, note = (of_subcommand(module, what, name) for what in ("PARAMETERS", "NOTE"))
+    args = read_arguments(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1], parameters, argv, note=note or "")
+    return 0 if args is None else int(of_subcommand(module, "run", name)(args))
+
+
+def of_subcommand(module: ModuleType, what: str, name: str) -> Any:
+    """A subcommand's own ``run_NAME`` or ``NAME_PARAMETERS`` in a module, else ``run`` or ``PARAMETERS``; else None."""
+    own = f"{what}_{name}" if what.islower() else f"{name.upper()}_{what}"
+    return getattr(module, own, None) or getattr(module, what, None)
 
 
 def _batch(argv: list[str]) -> int:
@@ -235,7 +241,7 @@ def rank_colour(rank: int) -> str:
 
 
 def print_note(text: str) -> None:
-    """On one line, whatever it quotes; never a second failure over a closed stderr."""
+    """One line, whatever it quotes; never a second failure over a closed stderr."""
     from hpc_elastic.output.terminal import one_line
 
     with suppress(OSError):

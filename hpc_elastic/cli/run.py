@@ -1,5 +1,7 @@
 """``hpc-elastic run``: a run in the foreground, in this Slurm allocation or on this machine.
 
+``srun … hpc-elastic agent SCRIPT`` is a run whose agents are the tasks of a step of the user's own.
+
 And, for `submit` too, the plan of a run in a few lines, and its probable mistakes. A refusal is a `UsageError`; a
 remark is one line, after which the run goes on: what it is about may be meant.
 """
@@ -311,3 +313,67 @@ def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: M
     if problem is not None:
         print_note(f"the run can't be found by its job id later, only by its directory: {problem}")
     return paths.root
+
+
+AGENT_HELP = Help(
+    usage="hpc-elastic agent [options] SCRIPT [script arguments...]",
+    description="The agent of one node, started by srun in your own batch script, with one task on each node. Task 0 "
+    "also writes the report and requeues the job. Script arguments go after the script.",
+    examples=(("srun --ntasks-per-node=1 hpc-elastic agent train.py --lr 0.1", "in your own batch script"),),
+)
+
+
+def main_agent(argv: Sequence[str]) -> int:
+    env = without_run_variables(os.environ)
+    parsed = read_command_line(argv, subcommand="agent", help_=AGENT_HELP, env=env)
+    if parsed is None:
+        return 0
+    job = JobEnvironment.from_env(env) if in_job(env) else None
+    if job is None or job.task is None:
+        raise UsageError(
+            "agent must be started by srun in your own batch script (srun --ntasks-per-node=1 hpc-elastic agent "
+            "SCRIPT); otherwise use hpc-elastic run or submit"
+        )
+    from hpc_elastic.launch.batch import check_one_task_per_node
+
+    try:
+        refuse_het_job(env)
+        check_one_task_per_node(job.task)
+    except UsageError:
+        if job.task.procid == 0:
+            raise
+        return ExitCode.USAGE  # task 0 says why, once
+    with explaining(parsed):
+        return _take_part(parsed, job, env)
+
+
+def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> int:
+    from hpc_elastic.launch.batch import StepRendezvous, StepRun, become_agent, run_batch, step_nodes
+
+    assert job.task is not None
+    cwd = working_directory(parsed, env)
+    runs_dir = runs_directory(parsed, cwd)
+    nodes = step_nodes(job)
+    why = why_not_shared(runs_dir) if len(nodes) > 1 else None
+    try:
+        rendezvous = StepRendezvous(runs_dir, job, env, SystemClock())
+    except OSError as error:
+        raise UsageError(f"can't write in {runs_dir}: {error.strerror}; choose another with --runs-dir") from None
+    if job.task.procid:
+        run = rendezvous.wait()
+        return ExitCode.USAGE if run.refused else become_agent(run, env)
+    try:
+        if why is not None:
+            raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
+        if ignored := job_options.ignored_in_allocation(parsed, "agent"):
+            print_note(f"no effect in an existing allocation: {' '.join(ignored)}")
+        rendezvous.clean()
+        count = nodes_of(parsed, len(nodes), what="step")
+        spec = build_spec(
+            parsed, cluster="slurm", nodes=count, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed)
+        )
+        run_dir = create_run_in_job(job, spec, runs_dir, env)
+    except BaseException:
+        rendezvous.publish(StepRun(refused=True))
+        raise
+    return run_batch(run_dir, env, rendezvous=rendezvous)

@@ -169,7 +169,7 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
 
 
 def read_goodput(root: Path) -> Goodput | None:
-    """By the run's events, with the report's one accounting."""
+    """The goodput by the run's events, with the report's one accounting."""
     from hpc_elastic.report.collect import collect_run
     from hpc_elastic.report.goodput import goodput_of, is_worth_showing
 
@@ -280,7 +280,7 @@ def _differ(status: RunStatus, job: JobState | None) -> str:
     return nodes_differ(used=status.members, lost=status.lost, job=job.nodes).reason
 
 
-def duration(seconds: float) -> str:
+def elapsed_text(seconds: float) -> str:
     days, rest = divmod(int(max(0.0, seconds)), 86400)
     clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock:0>8}" if days else clock
@@ -289,7 +289,7 @@ def duration(seconds: float) -> str:
 def _slurm(job: JobState, seconds_left: float | None) -> str:
     text = job.state + (f" ({job.reason})" if job.reason else "")
     if job.phase is JobPhase.RUNNING and seconds_left is not None:
-        text += f", {duration(seconds_left)} left"
+        text += f", {elapsed_text(seconds_left)} left"
     elif job.way_out:
         text += f", {job.way_out}"
     elif job.phase is JobPhase.PENDING and job.start_time:
@@ -300,13 +300,13 @@ def _slurm(job: JobState, seconds_left: float | None) -> str:
 def _time(status: RunStatus, now_ns: int | None) -> str:
     if status.state is RunState.ENDED:
         known = status.ended_ns and status.created_ns
-        return f"{duration((status.ended_ns - status.created_ns) / 1e9)} in total" if known else ""
+        return f"{elapsed_text((status.ended_ns - status.created_ns) / 1e9)} in total" if known else ""
     if now_ns is None or not status.created_ns:
         return ""
-    since_submitted = f"{duration((now_ns - status.created_ns) / 1e9)} since the run was submitted"
+    since_submitted = f"{elapsed_text((now_ns - status.created_ns) / 1e9)} since the run was submitted"
     if not status.started_ns or status.state is RunState.REQUEUED:
         return since_submitted
-    elapsed = f"{duration((now_ns - status.started_ns) / 1e9)} elapsed"
+    elapsed = f"{elapsed_text((now_ns - status.started_ns) / 1e9)} elapsed"
     return f"{elapsed} in this attempt, {since_submitted}" if status.attempt else elapsed
 
 
@@ -326,7 +326,7 @@ def _steps(steps: StepStatus, *, has_ended: bool) -> str:
     if steps.steps_per_second is not None:
         text += f", {steps.steps_per_second:.3g} {steps.source.unit}s/s"
     if steps.seconds_to_end is not None:
-        text += f", {duration(steps.seconds_to_end)} to the end"
+        text += f", {elapsed_text(steps.seconds_to_end)} to the end"
     if steps.loss is not None:
         text += f", loss {steps.loss:.4g}"
     seconds = steps.told_seconds if steps.heartbeat_seconds is None else steps.heartbeat_seconds
@@ -344,7 +344,7 @@ def _saved(steps: StepStatus) -> str:
 def _output(output: OutputStatus, resting: float | None) -> str:
     text = "progress unknown; the size of the logs: "
     if resting is not None:
-        what = f"have rested for {duration(resting)}" if resting else "work"
+        what = f"have rested for {elapsed_text(resting)}" if resting else "work"
         text = f"no steps known, by the kernel's counts the processes {what}; the size of the logs: "
     if output.silent_seconds is None:
         return f"{text}none of {output.ranks} ranks has printed anything yet"
@@ -354,7 +354,7 @@ def _output(output: OutputStatus, resting: float | None) -> str:
 
 
 def _ago(seconds: float) -> str:
-    return f"{seconds:.0f} s ago" if seconds < 120 else f"{duration(seconds)} ago"
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{elapsed_text(seconds)} ago"
 
 
 LINE_HEAD = f"{'state':<13}  {'created':<16}  {'took':>9}  {'job':>8}  run"
@@ -364,7 +364,7 @@ def status_line(status: RunStatus, now_ns: int | None = None) -> str:
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
     state = outcome_text(status.outcome, status.reason) if status.state is RunState.ENDED else status.state.value
     until = status.ended_ns if status.state is RunState.ENDED else now_ns
-    took = duration((until - status.created_ns) / 1e9) if until and status.created_ns else "-"
+    took = elapsed_text((until - status.created_ns) / 1e9) if until and status.created_ns else "-"
     parts = [f"{state:<13}", f"{created:<16}", f"{took:>9}", f"{status.job_id or '-':>8}", status.run_id]
     if status.state is not RunState.ENDED and status.members:
         parts.append(f"{len(status.members)} nodes, round {status.round}")

@@ -1,4 +1,7 @@
-"""``hpc-elastic submit``: a run directory, a batch script, and sbatch; or the same run on this machine."""
+"""``hpc-elastic submit``: a run directory, a batch script, and sbatch; or the same run on this machine.
+
+``hpc-elastic convert FILE`` makes its command of an sbatch file that starts torchrun, and says why for each line.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,27 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
+import click
+
+from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.main import is_terminal, print_note
+from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.run_request import cluster_here, runs_directory, slurm_job, working_directory
-from hpc_elastic.options.table import Help, Parsed, explaining
-from hpc_elastic.output.terminal import each_line
+from hpc_elastic.options.run_request import (
+    ALL_OPTIONS,
+    REFUSED,
+    check_values,
+    cluster_here,
+    runs_directory,
+    slurm_job,
+    working_directory,
+)
+from hpc_elastic.options.table import Help, Parsed, explaining, parse
+from hpc_elastic.output.terminal import each_line, one_line
 
 HELP = Help(
     usage="hpc-elastic submit [options] SCRIPT [script arguments...]",
@@ -32,7 +49,7 @@ HELP = Help(
 )
 
 
-def main(argv: Sequence[str]) -> int:
+def main_submit(argv: Sequence[str]) -> int:
     env = os.environ
     parsed = read_command_line(argv, subcommand="submit", help_=HELP, env=env)
     if parsed is None:
@@ -99,3 +116,52 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
         return follow(client, job, submission.paths, clock=clock, show_log=shows_log)
     except KeyboardInterrupt:
         return leave(job, submission.paths)
+
+
+_LARGEST = 1 << 20
+_WIDTH = 100
+
+CONVERT_PARAMETERS = (click.Argument(["file"], metavar="FILE", type=click.Path()),)
+CONVERT_NOTE = "FILE: an sbatch file; -: standard input"
+
+
+def run_convert(args: SimpleNamespace) -> int:
+    from hpc_elastic.options.convert import convert
+
+    found = convert(_read(args.file), lambda argv: check_values(parse(argv, ALL_OPTIONS, refused=REFUSED)))
+    last = (0, "")
+    for line in found.lines:
+        if last != (line.number, line.text):
+            last = line.number, line.text
+            sys.stderr.write(f"{line.number:>4}  {fit(one_line(line.text), _WIDTH)}\n")
+        sys.stderr.write(f"      {line.status.value}: {one_line(line.why)}\n")
+    sys.stderr.flush()
+    lines, current = [], ""
+    for word in found.words:
+        if current and len(current) + len(word) + 3 > _WIDTH and word.startswith("-"):
+            lines.append(f"{current} \\")
+            current = f"    {word}"
+        else:
+            current = f"{current} {word}" if current else word
+    sys.stdout.write(each_line("\n".join([*found.before, *lines, current, *found.after]) + "\n"))
+    sys.stdout.flush()
+    if found.manual:
+        print_note(f"{plural(len(found.manual), 'point')} left to you (above): decide about each before you submit")
+    return 1 if found.manual else 0
+
+
+def _read(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read(_LARGEST + 1) if name == "-" else _read_file(Path(name))
+        if len(data) > _LARGEST:
+            raise UsageError(f"{name} is larger than {_LARGEST} bytes, so no sbatch file")
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is not UTF-8 text") from None
+    except OSError as error:
+        raise UsageError(f"{name} can't be read: {error.strerror}") from None
+
+
+def _read_file(path: Path) -> bytes:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO keeps nobody waiting
+        return file.read(_LARGEST + 1) or b""

@@ -54,8 +54,8 @@ def parse(command: str) -> None:
         table.parse(argv, options, refused=worker_options.REFUSED)
         return
     module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
-    if argv and hasattr(module, "PARAMETERS"):
-        table.read_arguments(name, "", module.PARAMETERS, argv)
+    if argv and (parameters := cli.of_subcommand(module, "PARAMETERS", name)):
+        table.read_arguments(name, "", parameters, argv)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -80,7 +80,7 @@ def test_options_that_are_named_exist(page: Path) -> None:
         known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / program).read_text(encoding="utf-8")))
     for name in ("report", "logs", "status", "list", "clean", "convert", "cancel", "requeue"):
         module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
-        known |= {word for parameter in module.PARAMETERS for word in parameter.opts}
+        known |= {word for parameter in cli.of_subcommand(module, "PARAMETERS", name) for word in parameter.opts}
     known |= {name for option in (*REHEARSE_OPTIONS, *DOCTOR_OPTIONS) for name in option.names}
     named = {word.split("=")[0] for word in re.findall(r"`(--[^`\s]+)", text_of(page))}
     assert not named - known

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir, write_private
-from hpc_elastic.cli.status import duration, status_json, status_line, status_lines
+from hpc_elastic.cli.status import elapsed_text, status_json, status_line, status_lines
 from hpc_elastic.launch.run_status import OutputStatus, RunState, RunStatus, StepStatus, read_status, state_of
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, RunNotice, Status
@@ -291,4 +291,4 @@ def test_json_has_the_same(run: Run) -> None:
     ("seconds", "text"), [(0, "0:00:00"), (59.9, "0:00:59"), (13280, "3:41:20"), (183600, "2-03:00:00")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert elapsed_text(seconds) == text
