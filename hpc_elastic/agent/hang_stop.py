@@ -238,13 +238,19 @@ def _stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
 
 def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_ns: int) -> WorkerFailure:
     """It failed at `last_heartbeat_ns`, by this host's wall clock. Writes its error.json."""
-    facts = replace(worker.facts, stopped_by_agent=False)
+    facts, state = replace(worker.facts, stopped_by_agent=False), worker.state
     found = describe_failure(facts=facts, error_file=worker.slot.paths.error_file, stderr_log=worker.slot.paths.stderr)
     if found.source is EvidenceSource.ERROR_FILE:
         # It had failed, recorded that, and then did not end.
         failure = replace(found, reason=f"{found.reason}; then it did not end: {worker.why}")
     else:
-        frames = dump.main if dump is not None else ()
+        frames, is_stuck = dump.main if dump is not None else (), _is_stuck(state, dump)
+        if state is not None and state.is_stopped:
+            mark = STOPPED_FINGERPRINT
+        elif is_stuck:
+            mark = KERNEL_FINGERPRINT
+        else:
+            mark = HANG_FINGERPRINT + fingerprint(exception_type="Hang", frames=frames).partition(":")[2]
         failure = replace(
             found,
             ended_ns=last_heartbeat_ns,
@@ -252,8 +258,8 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_
             message=f"hang: {worker.why}",
             exception_type="",
             traceback=cut_middle(stacks.describe_stack(frames), TEXT_LIMIT),
-            fingerprint=_fingerprint(worker.state, dump),
-            category=Category.INFRASTRUCTURE if _is_stuck(worker.state, dump) else Category.WORKER,
+            fingerprint=mark,
+            category=Category.INFRASTRUCTURE if is_stuck else Category.WORKER,
             failure_class=FailureClass.HANG,
             reason=_reason(worker, dump),
             retryable=True,
@@ -262,15 +268,6 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_
         )
     write_evidence(failure, worker.slot.paths.error_file)
     return failure
-
-
-def _fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
-    if state is not None and state.is_stopped:
-        return STOPPED_FINGERPRINT
-    if _is_stuck(state, dump):
-        return KERNEL_FINGERPRINT
-    frames = dump.main if dump is not None else ()
-    return HANG_FINGERPRINT + fingerprint(exception_type="Hang", frames=frames).partition(":")[2]
 
 
 def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:

@@ -83,7 +83,8 @@ class HeartbeatFolder:
 
 def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/mountinfo") -> HeartbeatFolder:
     for base in candidates(env):
-        if not _is_local(base, mounts):
+        kind = filesystem_type(os.path.realpath(base), mountinfo=mounts)
+        if str(base) != "/dev/shm" if kind is None else kind not in _LOCAL_TYPES:
             continue
         try:
             sweep(base, PREFIX)
@@ -102,11 +103,6 @@ def candidates(env: Mapping[str, str]) -> Iterator[Path]:
         if env.get(variable, "").startswith("/"):
             yield Path(env[variable])
     yield Path("/tmp")
-
-
-def _is_local(base: Path, mounts: str) -> bool:
-    kind = filesystem_type(os.path.realpath(base), mountinfo=mounts)
-    return str(base) == "/dev/shm" if kind is None else kind in _LOCAL_TYPES
 
 
 def make_folder(path: Path) -> HeartbeatFolder:

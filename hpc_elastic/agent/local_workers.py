@@ -11,13 +11,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent import hang_stop
 from hpc_elastic.agent.collective_watch import DUMP_SECONDS, FlightRecorders
 from hpc_elastic.agent.hang_stop import DelayedStop, Stopper, WorkerSlot
 from hpc_elastic.agent.part import Condemned, GroupSite
-from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.worker_environment import enter_container, exit_of_script
 from hpc_elastic.agent.worker_evidence import SocketWatch, StopRecord, WorkerEvidence
 from hpc_elastic.base.clock import uptime_ns
@@ -33,10 +33,19 @@ from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pipe_bytes_for, start_worker
+from hpc_elastic.workers.spawn import (
+    EXEC_WAIT_S,
+    Inherited,
+    WorkerProcess,
+    describe_exitcode,
+    pipe_bytes_for,
+    start_worker,
+)
 from hpc_elastic.workers.stop import GroupStopper, Inside, Stopped, acts_on, send_to_handler
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hpc_elastic.run.activities import FlightTail
 
 logger = logging.getLogger(__name__)
@@ -50,6 +59,16 @@ ForkWorkers = Callable[
     Sequence[WorkerProcess | None],
 ]
 """Environments and CPUs of workers → each as a fork; None where it is to be started fresh."""
+
+
+class DeadWorker(Struct, frozen=True, kw_only=True):
+    local_rank: int
+    rank: int
+    pid: int
+    exitcode: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ended with {describe_exitcode(self.exitcode)}"
 
 
 class LocalWorkers:
@@ -187,8 +206,7 @@ class LocalWorkers:
         slot = self._slots[local_rank]
         assert self._start_one is not None
         slot.process.signal_group(signal.SIGKILL)  # what it started holds memory, and the GPU
-        error_file, number = slot.paths.error_file, len(self._replaced)
-        self._files.post(lambda: keep_apart(error_file, number))
+        self._files.post(partial(keep_apart, slot.paths.error_file, len(self._replaced)))
         self._watch.begin_again(local_rank)
         process = self._start_one(local_rank, extra)
         self._watch.note_pid(local_rank, process.pid)
@@ -438,3 +456,9 @@ class LocalWorkers:
     @property
     def took_stacks(self) -> bool:
         return self._stop.asked is not None and (self._stop.wants_stacks or bool(self.evidence.stacks))
+
+
+def keep_apart(error_file: Path, number: int) -> None:
+    """The error file must not be taken for that of the process in the dead one's place."""
+    with suppress(OSError):  # it left none
+        error_file.rename(error_file.with_name(f"{error_file.stem}-replaced-{number}{error_file.suffix}"))

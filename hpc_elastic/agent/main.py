@@ -40,7 +40,6 @@ from hpc_elastic.run.agent_events import AgentFailed, AgentStarted, StartRefused
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import REFUSED_CODE
-from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.worker_api.heartbeat_record import QUESTIONS
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
@@ -144,6 +143,17 @@ def _make_site(
         from hpc_elastic.agent.numa_binding import bind_agent  # most runs do without
 
         cpus = bind_agent(spec.numa_binding, me.env, worker_count, files)
+
+    def decide_restart(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
+        from hpc_elastic.agent.restart_policy import RestartPolicy  # `rounds.load` has imported it by then
+
+        policy = RestartPolicy(
+            max_restarts=spec.max_restarts,
+            max_same_failures=spec.max_same_failures,
+            restart_window=spec.restart_window,
+        )
+        return policy.decide_restart(record, failures)
+
     lease = Lease(
         clock, uid=me.uid, node=me.node, questions=folder.make_pipe(QUESTIONS, "checkpoint can be committed safely")[1]
     )
@@ -156,7 +166,7 @@ def _make_site(
         node=me.node,
         host=me.host,
         local_world_size=worker_count,
-        decide_restart=_restart_policy(spec),
+        decide_restart=decide_restart,
         clock=clock,
         lease=lease,
     )
@@ -189,20 +199,6 @@ def _make_site(
         ),
         cpus=cpus,
     )
-
-
-def _restart_policy(spec: RunSpec) -> DecideRestart:
-    def decide(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
-        from hpc_elastic.agent.restart_policy import RestartPolicy  # `rounds.load` has imported it by then
-
-        policy = RestartPolicy(
-            max_restarts=spec.max_restarts,
-            max_same_failures=spec.max_same_failures,
-            restart_window=spec.restart_window,
-        )
-        return policy.decide_restart(record, failures)
-
-    return decide
 
 
 class _Output(Struct, frozen=True, kw_only=True):

@@ -119,7 +119,12 @@ class NodeAgent:
         self._set_up(NO_CHANGE)
         if is_cold := self._is_start_held:
             self.site.coordination.start()
-            self._find_round()
+            while self.record is None and (held_by := [part for part in self.parts if part.holds_start]):
+                if not wait_readable([self.site.coordination, *watched(held_by)], FIRST_RECORD_SECONDS):
+                    break
+                self._handle_messages()
+                for part in held_by:
+                    part.look(self)
         self._join()
         self._look_at_parts()
         if is_cold:
@@ -137,14 +142,6 @@ class NodeAgent:
         self.change = change
         for part in self.parts:
             part.on_setup(change)
-
-    def _find_round(self) -> None:
-        while self.record is None and (holding := [part for part in self.parts if part.holds_start]):
-            if not wait_readable([self.site.coordination, *watched(holding)], FIRST_RECORD_SECONDS):
-                return
-            self._handle_messages()
-            for part in holding:
-                part.look(self)
 
     @property
     def _is_start_held(self) -> bool:

@@ -45,7 +45,6 @@ from hpc_elastic.run.heartbeats import NOW, STEPS, GroupArrivals, NodeArrivals, 
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import LocalWorkers
     from hpc_elastic.agent.node_agent import NodeAgent
-    from hpc_elastic.store.notifier import Notifier
 
 logger = logging.getLogger(__name__)
 
@@ -234,6 +233,8 @@ class SlowRankWatch(Part):
         if not groups and (answers or not sections):
             return
         since, counted = count_from_first(groups)
+        ends = [one for one in record.members if record.leader in (one.uid, self._uid) and one.uid != self._uid]
+        travel = {one.node: self._notifier.travel_from(one.uid) for one in ends if self._notifier is not None}
         found = NodeArrivals(
             round=workers.round,
             reference=record.leader if offset is not None else "",
@@ -242,15 +243,10 @@ class SlowRankWatch(Part):
             kinds=tuple(kinds),
             groups=counted,
             sections=() if answers else sections,
-            travel_us={} if self._notifier is None else self._travel(self._notifier, record),
+            travel_us={node: (took[0] // 1000, took[1] // 1000) for node, took in travel.items() if took is not None},
         )
         save_if_possible(path := self._path(self._node), found)
         self._bytes = path.stat().st_size if path.exists() else 0
-
-    def _travel(self, notifier: Notifier, record: RoundRecord) -> dict[int, tuple[int, int]]:
-        others = [one for one in record.members if record.leader in (one.uid, self._uid) and one.uid != self._uid]
-        found = {one.node: notifier.travel_from(one.uid) for one in others}
-        return {node: (took[0] // 1000, took[1] // 1000) for node, took in found.items() if took is not None}
 
     def _judge(self, workers: LocalWorkers, record: RoundRecord) -> None:
         nodes = {member.node: codec.load(self._path(member.node), NodeArrivals) for member in record.members}

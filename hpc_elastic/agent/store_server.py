@@ -366,19 +366,16 @@ class StoreServer(ProcessPart):
             if self._start():
                 self._hand_over()
         elif self.state in (StoreState.STARTING, StoreState.SERVING):
-            self._fail(f"the process that serves it ended{self._log_tail()}")
+            log = self._log.fileno()
+            start = max(0, os.fstat(log).st_size - _LOG_TAIL_BYTES)
+            text = os.pread(log, _LOG_TAIL_BYTES, start).decode("utf-8", "replace").strip()
+            self._fail(f"the process that serves it ended{f': {text.splitlines()[-1]}' if text else ''}")
 
     def _fail(self, why: str) -> None:
         self.state = StoreState.FAILED
         self.failure = why
         # Kept as FAILED and not IDLE; but workers that connect must fail at once.
         self._shut_port()
-
-    def _log_tail(self) -> str:
-        log = self._log.fileno()
-        start = max(0, os.fstat(log).st_size - _LOG_TAIL_BYTES)
-        text = os.pread(log, _LOG_TAIL_BYTES, start).decode("utf-8", "replace").strip()
-        return f": {text.splitlines()[-1]}" if text else ""
 
     def _dropped(self) -> bool:
         assert self._control is not None

@@ -23,8 +23,8 @@ from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.restart_policy import RestartPolicy
-from hpc_elastic.agent.save_reports import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.supervision import Phase
+from hpc_elastic.agent.worker_reports import CheckpointWatch, PreemptionWatch
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.lease import Lease

@@ -22,9 +22,9 @@ from hpc_elastic.agent.hang_detector import HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, GroupSite, Part
-from hpc_elastic.agent.save_reports import PreemptionWatch
 from hpc_elastic.agent.store_server import Guard, MasterPortTakenError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
+from hpc_elastic.agent.worker_reports import PreemptionWatch
 from hpc_elastic.failures.classify import moment_after
 from hpc_elastic.failures.ranking import ALL_ALIKE, FailureClass
 from hpc_elastic.failures.stacks import RankStacks

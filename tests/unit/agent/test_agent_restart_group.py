@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
-from hpc_elastic.agent.restart_group import (
-    DeadWorker,
-    RestartGroupWatch,
-    keep_apart,
-    why_not_replaced,
-)
+from hpc_elastic.agent.local_workers import DeadWorker, keep_apart
+from hpc_elastic.agent.worker_reports import RestartGroupWatch, why_not_replaced
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.worker_api.restart_group import (
     LINE_LIMIT,

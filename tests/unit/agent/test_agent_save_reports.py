@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.agent.save_reports import CheckpointStatus, CheckpointWatch
+from hpc_elastic.agent.worker_reports import CheckpointStatus, CheckpointWatch
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.option_values import GrowPolicy
 from tests.rigs.fake_clock import FakeClock
