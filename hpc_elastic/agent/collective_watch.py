@@ -1,4 +1,4 @@
-"""What the agent sees of its workers' collectives: torch's flight recorder, and NCCL's RAS.
+"""The agent's view of its workers' collectives: torch's flight recorder, and NCCL's RAS.
 
 The recorders' files are in the folder of the heartbeats, on the node itself, the user's alone. NCCL's process group
 dumps on its timeout, and when a byte comes through its pipe; for gloo `hpc_elastic.worker_api.flight_recorder` does the

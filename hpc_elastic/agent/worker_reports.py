@@ -21,6 +21,13 @@ from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import MEASURE_SECONDS, PreemptionStatus, RoundRecord, RunNotice, Status
+from hpc_elastic.run.agent_events import (
+    InProcessGaveUp,
+    InProcessLeft,
+    InProcessRestarted,
+    ReplacementRefused,
+    WorkerReplaced,
+)
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.worker_api import restart_group as reports
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
-from hpc_elastic.agent.save_reports import PreemptionWatch, ended_by_notice
+from hpc_elastic.agent.worker_reports import PreemptionWatch, ended_by_notice
 from hpc_elastic.rendezvous.state import PreemptionStatus, RoundRecord, RunNotice, Status
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 from tests.rigs.fake_clock import FakeClock

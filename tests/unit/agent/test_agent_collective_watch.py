@@ -1,8 +1,10 @@
-"""When NCCL's counts are a suspicion: the decisions, and the watch that asks."""
+"""The flight recorder's variables, pipes and files; and when NCCL's counts are a suspicion."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent import collective_watch, hang_detector
-from hpc_elastic.agent.collective_watch import NcclStall, NcclWatch, StallFound, judge_stall, open_call
+from hpc_elastic.agent.collective_watch import FlightRecorders, NcclStall, NcclWatch, StallFound, judge_stall, open_call
 from hpc_elastic.agent.hang_detector import Counts, HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.base import codec
@@ -20,6 +22,7 @@ from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.activities import AwaitedCall, FlightTail, Source, Suspicion, TailTrack
+from hpc_elastic.worker_api.flight_recorder import VARIABLE
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_ras import FakeRas
@@ -256,3 +259,90 @@ def test_no_address_no_question(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "suspicions", None)
     assert scene.nccl.due is None
     assert scene.minutes(2) == []
+
+
+ENTRY = {"profiling_name": "gloo:all_reduce", "process_group": ["0", "default_pg"], "collective_seq_id": 7}
+DUMP = json.dumps({"version": "2.10", "entries": [{**ENTRY, "state": "scheduled"}]})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "rank").mkdir()
+    return tmp_path / "own"
+
+
+def recorders(folder: Path | None) -> FlightRecorders:
+    return FlightRecorders(folder, round_index=0, clock=FakeClock())
+
+
+def listening(path: str) -> int:
+    os.mkfifo(path)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+def test_workers_dump_into_the_agents_own_folder_and_a_users_variables_stay(folder: Path) -> None:
+    found = recorders(folder).environment(5, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_BUFFER_SIZE": "9"})
+    assert found["TORCH_FR_DUMP_TEMP_FILE"].startswith(f"{folder}/")
+    assert found["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"].startswith(f"{folder}/")
+    assert found["TORCH_INCLUDE_STACK_TRACE"] == "0"
+    assert not {"TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE"} & found.keys()
+    assert recorders(folder).environment(5, {})["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert "TORCH_FR_BUFFER_SIZE" not in recorders(folder).environment(5, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "100"})
+
+
+def test_without_a_folder_there_is_nothing(folder: Path) -> None:
+    none = recorders(None)
+    assert none.environment(0, {}) == {}
+    assert not none.ask([0])
+    none.forget(0)
+    assert none.read(0, folder) is None
+
+
+def test_who_listens_is_asked_and_waited_for(folder: Path, tmp_path: Path) -> None:
+    some = recorders(folder)
+    prefix = some.environment(3, {})[VARIABLE]
+    nccl = some.environment(3, {})["TORCH_FR_DUMP_TEMP_FILE"]
+    assert not some.ask([3])  # neither torch nor anything else is there
+    gloo_pipe, nccl_pipe = listening(f"{prefix}.77.ask"), listening(f"{nccl}3.pipe")
+    os.mkfifo(f"{prefix}.78.ask")  # of a process that has ended
+    assert some.ask([3])
+    assert os.read(gloo_pipe, 9) == os.read(nccl_pipe, 9) == b"1"
+    assert not some.have_answered()
+    Path(f"{prefix}.77.json").write_text(DUMP)
+    assert not some.have_answered()
+    Path(f"{nccl}3").write_text(DUMP.replace("gloo:", "nccl:"))
+    os.utime(f"{nccl}3", (FakeClock().time_ns() / 1e9 - 1,) * 2)
+    assert some.have_answered()
+
+    found = recorders(folder)
+    found._began_ns = 0
+    tail = found.read(3, tmp_path / "rank")
+    assert tail is not None
+    assert {(track.backend, track.sequences) for track in tail.tracks} == {("gloo", (7,)), ("nccl", (7,))}
+    kept = tmp_path / "rank" / "flight-recorder-3.json"
+    assert kept.read_text() == DUMP
+    assert kept.stat().st_mode & 0o077 == 0
+
+    some.forget(3)
+    assert not list(folder.iterdir())
+    os.close(gloo_pipe)
+    os.close(nccl_pipe)
+
+
+def test_an_earlier_jobs_dump_under_a_users_name_is_not_taken(folder: Path, tmp_path: Path) -> None:
+    mine = recorders(folder)
+    mine.environment(0, {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "mine_")})
+    (tmp_path / "mine_0").write_text(DUMP)
+    os.utime(tmp_path / "mine_0", (1, 1))
+    assert mine.read(0, tmp_path / "rank") is None
+    mine._began_ns = 0
+    assert mine.read(0, tmp_path / "rank") is not None
+
+
+def test_half_a_dump_is_kept_and_says_nothing(folder: Path, tmp_path: Path) -> None:
+    some = recorders(folder)
+    some._began_ns = 0
+    Path(some.environment(0, {})[VARIABLE] + ".5.json").write_text(DUMP[:-9])
+    assert some.read(0, tmp_path / "rank") is None
+    assert (tmp_path / "rank" / "flight-recorder-0.json").exists()
