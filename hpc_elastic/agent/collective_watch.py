@@ -31,8 +31,15 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, read_dump, tail_of
-from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json
-from hpc_elastic.failures.peers import Address, serving_socket, socket_inodes
+from hpc_elastic.failures.peers import (
+    Address,
+    Communicator,
+    RasReport,
+    find_culprits,
+    parse_json,
+    serving_socket,
+    socket_inodes,
+)
 from hpc_elastic.run.activities import FlightTail, Source
 from hpc_elastic.worker_api.flight_recorder import ARRIVALS, ASK, DUMP, PING, PONG, VARIABLE, WHEN
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where

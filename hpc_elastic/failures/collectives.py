@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import cut_end, plural, ranks_text
 from hpc_elastic.failures.failure_text import Frame, user_frames
 from hpc_elastic.failures.flight_analysis import Analysis, Reason, analyse
-from hpc_elastic.failures.flight_dump import dumps_of
-from hpc_elastic.failures.peers import find_peer, tail_of_words
+from hpc_elastic.failures.flight_dump import dumps_of, tail_of_words
+from hpc_elastic.failures.peers import find_peer
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.run.activities import MOST_NAMED, Activity, Doing

@@ -2,7 +2,8 @@
 
 Formats 1.x (torch 2.3) to 2.10 (torch 2.13), of NCCL and of gloo, as FlightRecorder.cpp and `_dump_fr_trace_json` write
 them. What they have in common is read; what one of them lacks is left empty. A pickle may hold plain containers only:
-one that names a class or a function is refused before anything of it is made.
+one that names a class or a function is refused before anything of it is made. What NCCL's watchdog prints is the end of
+such a dump.
 """
 
 from __future__ import annotations
@@ -399,3 +400,59 @@ def _listed(ranks: str) -> tuple[int, ...]:
         return msgspec.json.decode(ranks, type=tuple[int, ...])
     except msgspec.DecodeError:
         return ()
+
+
+_WORK = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)(?:, NumelIn=(\d+), NumelOut=(\d+))?")
+_STATUS = re.compile(
+    r"\[PG (?:ID \d+ PG GUID )?([^\s(\]]+) ?(?:\(([^)\]]*)\) )?Rank \d+\]"
+    r"[^\n]{0,300}?\blast enqueued(?: NCCL)? work: (-?\d+),? last completed(?: NCCL)? work: (-?\d+)",
+    re.IGNORECASE,
+)
+_AT_WORK = re.compile(r"\bat (?:NCCL )?work(?: sequence id)?: (\d+)")
+_NAMES: Mapping[str, str] = {
+    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "allreduce_coalesced", "ALLGATHER": "all_gather",
+    "_ALLGATHER_BASE": "_all_gather_base", "ALLGATHER_COALESCED": "all_gather_into_tensor_coalesced",
+    "REDUCE_SCATTER": "reduce_scatter", "_REDUCE_SCATTER_BASE": "_reduce_scatter_base", "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all",
+}  # fmt: skip
+"""Named as the flight recorder has them; others are the same in small letters."""
+_TRANSFERS = ("SEND", "RECV", "RECVANYSOURCE", "COALESCED")
+"""Their numbers may be those of sends and receives, which are counted apart."""
+
+
+def tail_of_words(text: str) -> FlightTail | None:
+    works = {int(number): (kind, into, out) for number, kind, into, out in _WORK.findall(text)}
+    statuses: dict[str, tuple[str, int, int, int | None]] = {}
+    for found in _STATUS.finditer(text):
+        name, description, enqueued, completed = found.groups()
+        at = _AT_WORK.search(found[0])
+        before = statuses.get(name)
+        waits = int(at[1]) if at is not None else before[3] if before is not None else None
+        statuses[name] = description or "", int(enqueued), int(completed), waits
+    calls: list[AwaitedCall] = []
+    tracks: list[TailTrack] = []
+    for name, (description, enqueued, completed, waits) in statuses.items():
+        kind, into, out = works.get(waits, ("", "", "")) if waits is not None else ("", "", "")
+        if enqueued < 0 or kind in _TRANSFERS:
+            continue
+        first = completed + 1 if waits is None else waits
+        numbers = sorted({number for number in (completed, first, enqueued) if 0 <= number <= enqueued})
+        nameless = AwaitedCall(name="", group=name, description=description, backend="nccl")
+        named = replace(
+            nameless,
+            name=_NAMES.get(kind, kind.lower()),
+            inputs=((int(into),),) if into else (),
+            outputs=((int(out),),) if out else (),
+        )
+        at_call = len(calls)
+        calls += [nameless, named]
+        tracks.append(
+            TailTrack(
+                group=name,
+                backend="nccl",
+                sequences=tuple(numbers),
+                calls=tuple(at_call + int(number == waits and bool(kind)) for number in numbers),
+                done=tuple(int(number <= completed) for number in numbers),
+            )
+        )
+    return FlightTail(calls=tuple(calls), tracks=tuple(tracks), is_of_words=True) if tracks else None

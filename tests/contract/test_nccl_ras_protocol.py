@@ -12,8 +12,7 @@ import pytest
 
 from hpc_elastic.agent import collective_watch
 from hpc_elastic.agent.collective_watch import NotOursError, ask_ras, choose_address, nccl_version, parse_address
-from hpc_elastic.failures.nccl_ras import UnreadableReportError, parse_json
-from hpc_elastic.failures.peers import serving_socket
+from hpc_elastic.failures.peers import UnreadableReportError, parse_json, serving_socket
 from tests.rigs.fake_ras import FakeRas, Fault
 
 DATA = Path(__file__).parents[1] / "data" / "nccl_ras"
