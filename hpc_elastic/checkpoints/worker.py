@@ -21,6 +21,13 @@ from hpc_elastic.worker_api.heartbeat import section
 ROOM_SECONDS = 60.0
 PEERS_SECONDS = 1800.0
 """Outside of a run with ``--checkpoint-dir``: how long rank 0 waits for the other ranks to leave."""
+_OF_A_START = (
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_PORT",
+)
 
 
 class checkpoint_dir:
@@ -59,7 +66,8 @@ class checkpoint_dir:
             if not self._dirty.exists():
                 _await_room(local, start.room)
         else:
-            self._dirty = self._into / f".dirty-step-{self._step}{_start_name()}"
+            values = (re.sub("[^A-Za-z0-9-]", "-", os.environ.get(name, "")) for name in _OF_A_START)
+            self._dirty = self._into / ".".join((f".dirty-step-{self._step}", *values))
             self._final = self._into / f"step-{self._step}"
             self._into.mkdir(parents=True, exist_ok=True)
             if self._ranks == 1:
@@ -198,8 +206,3 @@ def _await_room(local: Path, room: int) -> None:
 def _no_room(local: Path, what: str, room: int) -> OSError:
     why = f"no room for {what}: checkpoints may take {size_text(room)} on this node"
     return OSError(errno.ENOSPC, f"{why}; give more with --checkpoint-local FOLDER:SIZE, or save less", str(local))
-
-
-def _start_name() -> str:
-    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    return "".join(f".{re.sub('[^A-Za-z0-9-]', '-', os.environ.get(name, ''))}" for name in names)

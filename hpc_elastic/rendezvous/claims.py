@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
+from functools import partial
 from typing import Generic, TypeVar
 
 from msgspec import Struct
@@ -128,11 +129,8 @@ class FailureReader:
         summed_up = self._summaries.read(round_index, claims)
         found = {**self._facts.read(round_index, claims, without=summed_up), **summed_up}
         uids = {*claims.get(ClaimKind.SUM.value, ()), *claims.get(ClaimKind.FAIL.value, ())}
-        return {uid: found.get(uid) or _unreadable(uid) for uid in sorted(uids)}
-
-
-def _unreadable(uid: str) -> NodeFailure:
-    return NodeFailure(node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)")
+        unreadable = partial(NodeFailure, fingerprint="", failure_class="root", retryable=True, message="(unreadable)")
+        return {uid: found.get(uid) or unreadable(node=node_of(uid)) for uid in sorted(uids)}
 
 
 def read_claim(cls: type[C], raw: str | None) -> C | None:

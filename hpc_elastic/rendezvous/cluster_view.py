@@ -195,10 +195,6 @@ class ClaimScanner:
         for folder in (claim_folder(round_index), claim_folder(round_index + 1), GONE):
             self._store.make_folder(folder)
 
-    def is_idle(self, record: RoundRecord | None) -> bool:
-        is_final = record is not None and record.status is Status.FINAL and not record.suspects
-        return is_final and self.hears_all(record)
-
     def hears_all(self, record: RoundRecord | None) -> bool:
         others = {m.uid for m in record.members} | self.joining if record is not None else set()
         return bool(others) and all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
@@ -335,9 +331,6 @@ class PendingNotifications:
             if len(self.keys) < MOST_PENDING:
                 self.keys.add(key)
                 self.newest_record = max(self.newest_record, record_number(key))
-
-    def add_news(self, keys: Iterable[str], *, newest: int) -> None:
-        self.add(key for key in keys if record_number(key) > newest)
 
     def take_hidden(self, *, newest: int, claims: Mapping[int, Claims]) -> set[str]:
         """Forget all, and return the folders to invalidate: those of keys that neither `claims`, as listed by the

@@ -365,7 +365,7 @@ class Heartbeat:
         return float("inf") if self.beaten_at is None else now - self.beaten_at
 
 
-class HeartbeatSender:
+class HeartbeatSender(Heartbeat):
     def __init__(
         self,
         store: Store,
@@ -377,13 +377,13 @@ class HeartbeatSender:
         rng: random.Random,
         now: float,
     ) -> None:
+        super().__init__(store, uid)
         # A node's first claim says that it lives: thousands of nodes need not write at the same moment. But the cell
         # should be there before a disk fills up, which lets one be changed, and none be made.
         few = settings.expected_nodes <= FEW_NODES
         self._first = now if few else now + rng.uniform(0.25, 1.0) * intervals.heartbeat
         self._interval = intervals.heartbeat
         self._uid = uid
-        self._heartbeat = Heartbeat(store, uid)
         self._store_id = store_id
         self._settings = settings
         self._intervals = intervals
@@ -401,15 +401,11 @@ class HeartbeatSender:
 
     @property
     def due(self) -> float:
-        beaten_at = self._heartbeat.beaten_at
-        return self._first if beaten_at is None else beaten_at + self._interval
+        return self._first if self.beaten_at is None else self.beaten_at + self._interval
 
     def is_fresh(self, now: float) -> bool:
         """Return whether nobody can think yet that this node is lost; a coordinator commits nothing without that."""
-        return self._heartbeat.age(now) <= 0.6 * self._settings.heartbeat_ttl
-
-    def beat(self, now: float) -> None:
-        self._heartbeat.beat(now)
+        return self.age(now) <= 0.6 * self._settings.heartbeat_ttl
 
     def beat_if_due(self, now: float, *, leads: bool, connected: bool, look_due: float) -> None:
         """Beat where that is due, or soon is and the files are looked at now anyway; `connected`: more rarely."""
@@ -422,14 +418,14 @@ class HeartbeatSender:
             return
         if leads:
             self._store_id.check(now)
-        elif self._heartbeat.beaten_at is None:
+        elif self.beaten_at is None:
             self._rechecks_store = True  # once, as soon as a record has named the store that it should be
         self.beat_to_files(now)
 
     def beat_to_files(self, now: float) -> None:
         """Beat at once; a store that is missing is doubted."""
         try:
-            self._heartbeat.beat(now)
+            self.beat(now)
         except FileNotFoundError:
             self._rechecks_store = True  # for a moment, or for good
             raise
@@ -441,6 +437,6 @@ class HeartbeatSender:
             return False
         if self._uid not in record.suspects and record.outcome is not Outcome.SUPERSEDED:
             return False
-        self._heartbeat.beat(now)
+        self.beat(now)
         self._answered_number = record.number
         return True

@@ -1,8 +1,8 @@
 """The rendezvous as a handler: a blocking call that ends with this node in a round, and a few questions beside it.
 
-It is for agents that are not ours (torch's own, or anybody's). Behind it stands a `Membership` in one epoch of
-the run, from the node's arrival until it leaves, which ends its name for good. It drives the same `Participant` as our
-own agent.
+It is for agents that are not ours (torch's own, or anybody's). Behind it stands a `Membership` in one epoch of the run,
+from the node's arrival until it leaves, which ends its name for good. It drives the same `Participant` as our own
+agent.
 """
 
 from __future__ import annotations
@@ -48,8 +48,16 @@ from hpc_elastic.store.file_store import FileStore, StoreFullError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 from hpc_elastic.store.notifier import open_notifier
 
+logger = logging.getLogger(__name__)
+
+_GRACE = 0.4
+_FIRST_LOOK_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 10.0
+_LONGEST_REASON = 300
 _UNORDERED = 10_000
 """First place of agents that follow another one on their node."""
+
+T = TypeVar("T")
 
 
 class RoundResult(Struct, frozen=True, kw_only=True):
@@ -76,10 +84,6 @@ class WhoIsHere(Struct, frozen=True, kw_only=True):
     present: Sequence[str]
     missing: Sequence[str]
     """Members of the last round that did not come again."""
-
-
-def _go_on(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
-    return RestartDecision(go_on=True, restarts_used=record.restarts_used, reason="", memory=record.memory)
 
 
 class Membership:
@@ -118,18 +122,17 @@ class Membership:
             run_id=config.run_id,
             open_store=lambda: self.store,
             settings=participant_settings(config),
-            decide_restart=_go_on,
+            decide_restart=lambda record, _: RestartDecision(
+                go_on=True, restarts_used=record.restarts_used, reason="", memory=record.memory
+            ),
             clock=clock,
             rng=rng,
         )
-        self._info, self._notifier, self._coordination = session.info, session.notifier, session.coordination
-
-    def start(self) -> None:
-        self._coordination.start()
+        self._info, self._notifier, self.coordination = session.info, session.notifier, session.coordination
 
     def look(self) -> RoundRecord | None:
         """The newest record that has come; None before the first. Raises what ended the thread."""
-        for notice in self._coordination.take():
+        for notice in self.coordination.take():
             if isinstance(notice, Exception):
                 self._ended_by = notice
             if isinstance(notice, RoundRecord):
@@ -137,12 +140,6 @@ class Membership:
         if self._ended_by is not None:
             raise self._ended_by
         return self._record
-
-    def fileno(self) -> int:
-        return self._coordination.fileno()
-
-    def wait(self, seconds: float) -> None:
-        wait_readable([self], seconds)
 
     def ask_for_a_round(self) -> None:
         """Ask for the open or the next round: a round that this node is in ends."""
@@ -158,29 +155,29 @@ class Membership:
                 participant.claims.report_failure(ended, failure)
             participant.join()
 
-        self._coordination.ask(ask)
+        self.coordination.ask(ask)
 
     def advance(self, record: RoundRecord, open_master: Callable[[], str]) -> bool:
         """Do this node's part in `record`. Returns whether it is a final round with this node in it."""
         if record.status is Status.JOINABLE and record.round > self._asked_for:
             # Again: a record of the former round that came meanwhile may have made the participant content.
             self._asked_for = record.round
-            self._coordination.ask(lambda participant: participant.join())
-        member = record.member(self._info.uid)
-        if member is None or record.round <= self.round:
+            self.coordination.ask(lambda participant: participant.join())
+        rank = record.rank(self._info.uid)
+        if rank is None or record.round <= self.round:
             return False
-        rank = record.members.index(member)
         if record.status is Status.FROZEN and record.round > self._confirmed:
             master = open_master() if rank == 0 else ""
             self._confirmed = record.round
-            self._coordination.ask(lambda participant: participant.claims.confirm(record.round, master))
+            self.coordination.ask(lambda participant: participant.claims.confirm(record.round, master))
         if record.status is not Status.FINAL:
             return False
         self.round = record.round
         return True
 
     def result(self, record: RoundRecord) -> RoundResult:
-        rank = [member.uid for member in record.members].index(self._info.uid)
+        rank = record.rank(self._info.uid)
+        assert rank is not None
         folder = f"kv/{record.round:06d}"
         return RoundResult(
             store=KeyValueStore(self.store, folder, clock=self._clock),
@@ -194,10 +191,7 @@ class Membership:
 
     def report_done(self) -> None:
         self._done = done = self.round
-        self._coordination.ask(lambda participant: participant.claims.report_done(done))
-
-    def ask_who_is_here(self) -> None:
-        self._coordination.ask(self._find_who_is_here)
+        self.coordination.ask(lambda participant: participant.claims.report_done(done))
 
     def reached_addresses(self) -> list[str]:
         return list(self._notifier.reached) if self._notifier is not None else []
@@ -219,13 +213,13 @@ class Membership:
                     participant.leave(record.round, "its agent left")
             participant.claims.deregister()
 
-        self._coordination.ask(depart)
-        ended = self._coordination.stop(within=within)
+        self.coordination.ask(depart)
+        ended = self.coordination.stop(within=within)
         if ended and self._notifier is not None:
             self._notifier.close()
         return ended
 
-    def _find_who_is_here(self, participant: Participant) -> None:
+    def find_who_is_here(self, participant: Participant) -> None:
         record = participant.record
         if record is None:
             self.who_is_here = WhoIsHere(present=(self._info.host,), missing=())
@@ -248,16 +242,6 @@ def _claim_place(store: FileStore, wanted: int | None) -> int:
         if store.put_if_absent(f"place/{place:05d}", mine):
             return place
         threading.Event().wait(random.uniform(0, 0.02))
-
-
-logger = logging.getLogger(__name__)
-
-_GRACE = 0.4
-_FIRST_LOOK_SECONDS = 5.0
-_SHUTDOWN_SECONDS = 10.0
-_LONGEST_REASON = 300
-
-T = TypeVar("T")
 
 
 class FileRendezvousHandler:
@@ -311,8 +295,11 @@ class FileRendezvousHandler:
                 lambda: Membership(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng),
                 deadline - self._clock.monotonic(),
             )
-            self._membership.start()
-            self._sweep(self._membership)
+            self._membership.coordination.start()
+            if self._membership.place == 0 and self._sweeper is None:
+                sweep = EpochSweep(self._folder, self._clock)
+                self._sweeper = threading.Thread(target=sweep.run, args=(self._stop_sweep,), name="sweep", daemon=True)
+                self._sweeper.start()
         membership = self._membership
         try:
             membership.ask_for_a_round()
@@ -331,8 +318,8 @@ class FileRendezvousHandler:
                     raise self._timeout_error(membership)
                 early = min(1.0, self._config.settings.timeout / 4)
                 if left <= early:  # just before the time is over
-                    membership.ask_who_is_here()
-                membership.wait(left if left <= early else left - early)
+                    membership.coordination.ask(membership.find_who_is_here)
+                wait_readable([membership.coordination], left if left <= early else left - early)
         except RendezvousError:
             self._drop_membership(_GRACE)
             raise
@@ -374,7 +361,7 @@ class FileRendezvousHandler:
 
     def fileno(self) -> int:
         """Readable when there is news of the rounds, until the caller asks; -1 before `next_rendezvous`, and after."""
-        return self._membership.fileno() if self._membership is not None else -1
+        return self._membership.coordination.fileno() if self._membership is not None else -1
 
     def is_closed(self) -> bool:
         """Return whether the run is closed for good; False while nothing exists yet."""
@@ -449,12 +436,6 @@ class FileRendezvousHandler:
         if self._epoch_found is None:
             self._epoch_found = self._folder.current_epoch()
         return self._epoch_found
-
-    def _sweep(self, membership: Membership) -> None:
-        if membership.place == 0 and self._sweeper is None:
-            sweep = EpochSweep(self._folder, self._clock)
-            self._sweeper = threading.Thread(target=sweep.run, args=(self._stop_sweep,), name="sweep", daemon=True)
-            self._sweeper.start()
 
     def _opened_master(self) -> str:
         try:

@@ -25,7 +25,7 @@ from hpc_elastic.rendezvous.failure_detector import FailureDetector, HeartbeatSe
 from hpc_elastic.rendezvous.next_round import DecideRestart
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
-from hpc_elastic.rendezvous.round_log import RoundLog, record_name
+from hpc_elastic.rendezvous.round_log import RoundLog, record_name, record_number
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Ending, Listener, NodesCutOff, Succession
@@ -131,8 +131,9 @@ class Participant:
 
     def note_newest(self, keys: Iterable[str]) -> bool:
         """Take in the newest record's name from beats. Returns whether it is news, and a reason to look."""
-        self.notifications.add_news(keys, newest=self._newest_number)
-        return self.notifications.newest_record > self._newest_number
+        newest = self._newest_number
+        self.notifications.add(key for key in keys if record_number(key) > newest)
+        return self.notifications.newest_record > newest
 
     def beats(self) -> BeatPlan:
         """The beats to send each `intervals.beat` seconds: a member's to the coordinator, the coordinator's to all."""
@@ -236,11 +237,15 @@ class Participant:
         return record is not None and self._notifier is not None and self.detector.is_connected(record.leader)
 
     def _is_idle(self) -> bool:
+        record = self.record
         return (
             self._notifier is not None
             and self._schedule.is_idle_allowed
             and self._leads()
-            and self._scanner.is_idle(self.record)
+            and record is not None
+            and record.status is Status.FINAL
+            and not record.suspects
+            and self._scanner.hears_all(record)
         )
 
     def _read_log(self, now: float, *, notified: bool) -> bool:
