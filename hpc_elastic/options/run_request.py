@@ -88,9 +88,10 @@ def _shell(line: str) -> str | None:
 
 
 def _problems_of_lines(lines: Sequence[str]) -> Iterator[str]:
-    commands = [number for number, line in enumerate(lines, 1) if _is_command(line)]
     own = [number for number, line in enumerate(lines, 1) if line.startswith("#SBATCH")]
-    placed = [number for number, line in enumerate(lines, 1) if line.strip() == "@SBATCH_LINES@"]
+    lines = [line.strip() for line in lines]
+    placed = [number for number, line in enumerate(lines, 1) if line == "@SBATCH_LINES@"]
+    commands = [n for n, line in enumerate(lines, 1) if line and not line.startswith("#") and n not in placed]
     begin = commands[0] if commands else len(lines) + 1
     if not placed:
         yield "a line @SBATCH_LINES@ is missing: nothing of the command line would reach sbatch"
@@ -104,11 +105,11 @@ def _problems_of_lines(lines: Sequence[str]) -> Iterator[str]:
             f"@SBATCH_LINES@ must stand after the template's own #SBATCH lines (line {own[-1]}), so that the command "
             "line wins"
         )
-    traps = [number for number in commands if _TRAP.match(lines[number - 1].strip())]
+    traps = [number for number in commands if _TRAP.match(lines[number - 1])]
     if not traps:
         yield ("trap '' USR2 is missing: the notice before the time limit would end the shell, and the job with it")
     else:
-        before = [n for n in commands if n < traps[0] and not _HARMLESS.match(lines[n - 1].strip())]
+        before = [n for n in commands if n < traps[0] and not _HARMLESS.match(lines[n - 1])]
         if before:
             yield f"trap '' USR2 must stand before line {before[0]}: a notice during that would end the job"
     text = "\n".join(lines[number - 1] for number in commands)
@@ -151,11 +152,6 @@ def sbatch_words(lines: Sequence[str]) -> list[str]:
         if line.startswith("#SBATCH"):
             words += shlex.split(line.removeprefix("#SBATCH"), comments=True)
     return words
-
-
-def _is_command(line: str) -> bool:
-    text = line.strip()
-    return bool(text) and not text.startswith("#") and text != "@SBATCH_LINES@"
 
 
 def read_template(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[str | None, Parsed]:

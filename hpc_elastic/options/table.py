@@ -429,8 +429,12 @@ def render_help(help_: Help, sections: Mapping[str, Sequence[Option]], *, width:
     formatter.write_text(help_.description.translate(whole))
     for title, options in sections.items():
         with formatter.section(title):
-            rows = [(_left(option), f"{option.help}{f' [{option.env}]' if option.env else ''}") for option in options]
-            formatter.write_dl([(left, text.translate(whole)) for left, text in rows], col_max=formatter.width // 3)
+            rows = []
+            for option in options:
+                value = f" {option.metavar}" if option.metavar is not None else ""
+                left = ", ".join(option.names) + (f"[={option.metavar}]" if option.optional_value else value)
+                rows.append((left, f"{option.help}{f' [{option.env}]' if option.env else ''}".translate(whole)))
+            formatter.write_dl(rows, col_max=formatter.width // 3)
     if help_.examples:
         with formatter.section("examples"):
             for command, does in help_.examples:
@@ -440,8 +444,3 @@ def render_help(help_: Help, sections: Mapping[str, Sequence[Option]], *, width:
         formatter.write_paragraph()
         formatter.write_text(help_.ending.translate(whole))
     return formatter.getvalue().replace("\u2011", "-")
-
-
-def _left(option: Option) -> str:
-    value = f" {option.metavar}" if option.metavar is not None else ""
-    return ", ".join(option.names) + (f"[={option.metavar}]" if option.optional_value else value)

@@ -123,8 +123,10 @@ class RunJournal:
             last = max((step.place for step in self._reported), default=(0, 0))
             self._read_prints(self._work / self._source.file, place=last, rank=0)
         else:
-            for path, place, rank in _outputs(self._paths):
-                self._read_prints(path, place=place, rank=rank)
+            for attempt in self._paths.begun_attempts():
+                for index in round_numbers(attempt):
+                    for stream in streams_of(attempt, index):
+                        self._read_prints(stream.path, place=(attempt.number, index), rank=stream.rank)
         use_reported = not self._source.is_asked and self._reported
         if use_reported and self._printed and all(step.loss is None for step in self._reported):
             use_reported = []
@@ -241,10 +243,3 @@ def is_close(one: float, other: float, tolerance: float) -> bool:
     if not (math.isfinite(one) and math.isfinite(other)):
         return one == other or (math.isnan(one) and math.isnan(other))
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
-
-
-def _outputs(paths: RunPaths) -> Iterator[tuple[Path, Place, int]]:
-    for attempt in paths.begun_attempts():
-        for index in round_numbers(attempt):
-            for stream in streams_of(attempt, index):
-                yield stream.path, (attempt.number, index), stream.rank

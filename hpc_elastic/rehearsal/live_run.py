@@ -12,6 +12,7 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -26,7 +27,7 @@ from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.rehearsal.injector import FileNames, Injector, NotNow, RemoteInjector, SavedFiles, signal_all
 from hpc_elastic.rehearsal.journal import LossSource, Place, RunJournal
 from hpc_elastic.rehearsal.judge import Kind
-from hpc_elastic.run.event_reader import EventFile, EventLine, event_files
+from hpc_elastic.run.event_reader import EventFile, event_files
 from hpc_elastic.run.paths import (
     ExitCode,
     RunPaths,
@@ -106,14 +107,11 @@ class RunMembers:
                 if path not in self._files:
                     self._files[path] = EventFile(path, attempt=attempt.number)
                 for line in self._files[path].read() or ():
-                    self._take(line)
-
-    def _take(self, line: EventLine) -> None:
-        value, node = line.value, line.writer
-        if line.name == "round_final":
-            self._ranks[(line.attempt, value["round"]), node] = tuple(value.get("ranks", ()))
-        if line.name == "workers_started":
-            self._pids[(line.attempt, value["round"]), node] = (line.host, tuple(value.get("pids", ())))
+                    value, node = line.value, line.writer
+                    if line.name == "round_final":
+                        self._ranks[(line.attempt, value["round"]), node] = tuple(value.get("ranks", ()))
+                    if line.name == "workers_started":
+                        self._pids[(line.attempt, value["round"]), node] = (line.host, tuple(value.get("pids", ())))
 
     @property
     def place(self) -> Place | None:
@@ -329,7 +327,11 @@ class SlurmRun(LiveRun):
         self._report(f"  job {self._first}")
 
     def poll(self) -> int | None:
-        self._follow_attempt()
+        begun = self.paths.begun_attempts()
+        if begun and begun[-1].number != self._attempt:
+            with suppress(UnreadableAttemptError):  # it is just being written
+                attempt = load_attempt(begun[-1].attempt_json)
+                self._attempt, self._nodes, self.started = attempt.number, attempt.nodes, time.time()
         self.read()
         result = self.result()
         if result is not None and result.exit_code != ExitCode.REQUEUED:
@@ -360,15 +362,6 @@ class SlurmRun(LiveRun):
         except SlurmError:
             pass  # asked again
         return None
-
-    def _follow_attempt(self) -> None:
-        begun = self.paths.begun_attempts()
-        if begun and begun[-1].number != self._attempt:
-            try:
-                attempt = load_attempt(begun[-1].attempt_json)
-            except UnreadableAttemptError:
-                return  # it is just being written
-            self._attempt, self._nodes, self.started = attempt.number, attempt.nodes, time.time()
 
     def injectors(self) -> Sequence[RemoteInjector]:
         return [self.injector_of(node) for node in range(len(self._nodes))]

@@ -1,4 +1,4 @@
-"""What ranks do when a run stands still, or its round broke: ``--hangs``, and what nodes write about it.
+"""Ranks as a run stands still, or its round broke: what each does, ``--hangs``, and what nodes write about it.
 
 The activity of a rank, with its last collectives, is part of the event ``ranks_observed``; the files in ``suspicions/``
 are there while workers make no progress.
