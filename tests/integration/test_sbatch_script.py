@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.launch.submit_job import literal_path, render_script
 from hpc_elastic.options.sbatch import SbatchOptions
-from hpc_elastic.slurm.batch_script import literal_path, render_script
 
 NASTY = (
     "plain",

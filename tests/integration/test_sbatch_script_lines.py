@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.submit_job import render_script
 from hpc_elastic.options.sbatch import SbatchOptions, ScriptLines
-from hpc_elastic.slurm.batch_script import render_script
 
 
 def script(tmp_path: Path, lines: ScriptLines | None, *command: str, template: str | None = None) -> str:

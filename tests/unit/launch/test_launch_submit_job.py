@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import hpc_elastic
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import Submission, submit_job
 from hpc_elastic.options.job_options import OPTIONS
@@ -144,3 +145,12 @@ def test_a_job_that_can_not_be_remembered_is_told_of(site: Site) -> None:
     assert site.told == [
         "the run can't be found by its job id later, only by its directory: neither XDG_STATE_HOME nor HOME is set"
     ]
+
+
+def test_a_batch_script_is_made_in_one_module_alone() -> None:
+    """The command line and the executor must not each have a way of their own to a job."""
+    package = Path(hpc_elastic.__file__).parent
+    names = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "render_script" in path.read_text()
+    }
+    assert names == {"launch/submit_job.py"}

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import fields
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.submit_job import literal_path, load_template, render_script
 from hpc_elastic.options import job_options
 from hpc_elastic.options.sbatch import (
     AS_IT_IS,
@@ -17,7 +18,6 @@ from hpc_elastic.options.sbatch import (
     sbatch_line,
 )
 from hpc_elastic.options.table import Keys, parse
-from hpc_elastic.slurm.batch_script import literal_path, load_template, render_script
 
 OURS = ["--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR2@120"]
 

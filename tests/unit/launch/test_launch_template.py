@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.launch.submit_job import load_template, render_script
 from hpc_elastic.options.run_request import check_template, sbatch_words
 from hpc_elastic.options.sbatch import SbatchOptions
-from hpc_elastic.slurm.batch_script import load_template, render_script
 
 GOOD = """#!/bin/bash -l
 #SBATCH --partition=gpu  # ours
