@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -365,6 +365,7 @@ class JobRequeuer(Struct, eq=False):
         return f" {why}" if why else ""
 
     def _nodes_to_ask(self, plan: NextAttempt) -> tuple[tuple[int, int], str] | None:
+        """Returns the range, and why it is not all; empty: it is. Busy nodes are up."""
         if plan.nodes is None or plan.is_late:
             return None
         eligible = eligible_nodes(self.client, self.job)
@@ -372,26 +373,34 @@ class JobRequeuer(Struct, eq=False):
             return None
         excluded = set(eligible.excluded if plan.excluded is None else plan.excluded)
         names, up = eligible.known - excluded, eligible.usable - excluded
-        return node_range(plan.nodes, names=names, up=up) if names else None
+        if not names:
+            return None
+        train, with_spares = plan.nodes
+        if len(up) >= with_spares:
+            return (with_spares, with_spares), ""
+        gone = sorted(names - up)
+        why = f"with {train} to {with_spares} nodes"
+        return (
+            plan.nodes,
+            f"{why} ({compress(gone)} {'is' if len(gone) == 1 else 'are'} drained or down)" if gone else why,
+        )
 
     def _update(self, action: Callable[[], None], patience: float) -> str | None:
         def again(error: BaseException) -> bool:
+            if patience <= 0 or not isinstance(error, SlurmUnavailableError | JobNotPendingError):
+                return False
+            try:
+                state = self.client.job_state(self.job)
+            except SlurmError:
+                return True
             # Not pending: the requeue is on its way, or it runs again already, and then it stays so.
-            passing = isinstance(error, SlurmUnavailableError | JobNotPendingError)
-            return passing and patience > 0 and not self._runs_again()
+            return state is not None and (state.phase is not JobPhase.RUNNING or state.restarts <= self.restart_count)
 
         try:
             repeat(action, again=again, within=patience, clock=self.clock, longer=lambda last: UPDATE_RETRY)
         except SlurmError as error:
             return str(error)
         return None
-
-    def _runs_again(self) -> bool:
-        try:
-            state = self.client.job_state(self.job)
-        except SlurmError:
-            return False
-        return state is None or (state.phase is JobPhase.RUNNING and state.restarts > self.restart_count)
 
     def _chain(self, plan: NextAttempt) -> Requeued:
         script = plan.script
@@ -452,13 +461,3 @@ def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None
     if plan.nodes is not None:
         arguments.append(f"--nodes={plan.nodes[0]}-{plan.nodes[1]}")
     return arguments
-
-
-def node_range(nodes: tuple[int, int], *, names: Collection[str], up: Collection[str]) -> tuple[tuple[int, int], str]:
-    """Returns the range, and why it is not all; empty: it is. Busy nodes are `up`."""
-    train, with_spares = nodes
-    if len(up) >= with_spares:
-        return (with_spares, with_spares), ""
-    gone = sorted(set(names) - set(up))
-    why = f"with {train} to {with_spares} nodes"
-    return nodes, f"{why} ({compress(gone)} {'is' if len(gone) == 1 else 'are'} drained or down)" if gone else why
