@@ -110,11 +110,9 @@ class StepRendezvous:
 
         now = time.time()
         for path in self._folder.iterdir():
-            try:
+            with suppress(OSError):
                 if now - path.stat().st_mtime > 86400.0:
                     shutil.rmtree(path)
-            except OSError:
-                pass
 
 
 class StepLauncher(LocalLauncher):

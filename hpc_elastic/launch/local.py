@@ -210,11 +210,9 @@ def _closing() -> list[tuple[int, int]]:
     actions = []
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        try:
+        with suppress(OSError):  # the listing's own is closed by now
             if fd > 2 and os.get_inheritable(fd):
                 actions.append((os.POSIX_SPAWN_CLOSE, fd))
-        except OSError:
-            pass  # the listing's own
     return actions
 
 

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -247,10 +248,8 @@ def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, st
         from importlib.metadata import PackageNotFoundError, version
 
         asked = {"python": ".".join(map(str, sys.version_info[:3]))}
-        try:
+        with suppress(PackageNotFoundError):
             asked["torch"] = version("torch")
-        except PackageNotFoundError:
-            pass
     else:
         said = ask_interpreter(python, _ASK_VERSIONS, seconds=_ASK_SECONDS) if python else None
         lines = (line.partition(" ") for line in (said or "").splitlines())

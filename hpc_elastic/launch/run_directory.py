@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -54,29 +55,23 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
     check_checkpoint_dir(spec)
     runs = Path(os.path.abspath(runs_dir))
     paths = RunPaths(runs / spec.run_id)
-    made: tuple[Path, ...] = ()
+    run, is_ours = NewRun(paths, make_runs_dir(runs)), False
     try:
-        made = make_runs_dir(runs)
         make_private_dir(paths.root, exist_ok=False)
+        is_ours = True
+        write_private(paths.secret, secrets.token_hex(32) + "\n", durable=True)
+        spec.save(paths.run_json)
     except BaseException as error:
-        _remove_empty(made)
-        if isinstance(error, FileExistsError):
+        if is_ours:
+            shutil.rmtree(paths.root, ignore_errors=True)
+        _remove_empty(run.made)
+        if isinstance(error, FileExistsError) and not is_ours:
             what = "a symbolic link" if paths.root.is_symlink() else "there already"
             raise UsageError(
                 f"the run directory {paths.root} is {what}; choose another --run-id, or remove it"
             ) from None
         if isinstance(error, OSError):
             raise _failed(paths.root, error) from None
-        raise
-    run = NewRun(paths, made)
-    try:
-        write_private(paths.secret, secrets.token_hex(32) + "\n", durable=True)
-        spec.save(paths.run_json)
-    except OSError as error:
-        run.discard()
-        raise _failed(paths.root, error) from None
-    except BaseException:
-        run.discard()
         raise
     return run
 
@@ -270,11 +265,9 @@ def slurm_job_ids(paths: RunPaths, number: int, own: str) -> tuple[str, ...]:
 
 def _point_latest(link: Path, target: Path) -> None:
     temporary = link.with_name(f".latest.{os.getpid()}")
-    try:
+    with suppress(OSError):  # a convenience for people; nothing of ours reads it
         os.symlink(target.name, temporary)
         os.replace(temporary, link)
-    except OSError:
-        pass  # a convenience for people; nothing of ours reads it
 
 
 def job_now(paths: RunPaths) -> JobId | None:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 
 from msgspec import Struct, field
@@ -237,10 +238,8 @@ class SlurmLauncher(Struct, eq=False):
         event = parse_srun_line(line)
         step.keep_message(line, event)
         # Everything goes on into the job log: it is what a person who knows Slurm looks for.
-        try:
+        with suppress(OSError):  # a full disk stops the record, not the run
             print(line, file=sys.stderr, flush=True)
-        except OSError:
-            pass  # a full disk stops the record, not the run
         if event is None:
             return []
         if event.kind is SrunEventKind.LAUNCH_FAILED:

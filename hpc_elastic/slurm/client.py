@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -284,20 +285,16 @@ class SlurmClient(Struct, eq=False):
 
     def cancel(self, job: JobId) -> None:
         """No error for a job that is unknown or has ended; SlurmPermissionError for another user's."""
-        try:
+        with suppress(UnknownJobError):  # some versions are silent about it, and it is what was wanted
             self._run(f"cancelling job {job}", commands.scancel(job))
-        except UnknownJobError:
-            pass  # some versions are silent about it, and it is what was wanted
 
     def notify(self, job: JobId) -> None:
         """Send the batch script SIGUSR2, as at the time limit: the job is about to end. No effect where none runs."""
         state = self.job_state(job)
         if state is None or state.phase in (JobPhase.PENDING, JobPhase.FINISHED):
             return  # there is no script: scancel would try again for a minute and a half (22.05)
-        try:
+        with suppress(UnknownJobError):  # as in `cancel`
             self._run(f"giving job {job} notice", commands.scancel(job, signal="USR2", batch=True))
-        except UnknownJobError:
-            pass  # as in `cancel`
 
     def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
         argv = ["sinfo", "-N", "-h", "-o", commands.SINFO_FORMAT, *(["-p", names] if names else [])]

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -334,11 +335,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def stderr(self) -> str | None:
         """The ranks' standard error; None where that goes to stdout."""
-        try:
+        with suppress(UnreadableObjectError):  # not begun yet, or removed
             if read_terms(self._run.call_pickle).stderr_to_stdout:
                 return None
-        except UnreadableObjectError:
-            pass  # not begun yet, or removed
         printed = self._output("stderr")
         return "" if printed is None and self._output("stdout") is not None else printed  # no file: nothing printed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,9 @@ def _exception_files(paths: RunPaths) -> Iterator[Path]:
     report = read_json(found[-1].report_json)
     verdict = {} if isinstance(report, str) else report.get("verdict") or {}
     failure = verdict.get("failure") or {}
-    try:
+    with suppress(KeyError, TypeError, ValueError):  # it is about a node, say
         attempt, number, rank = int(verdict["attempt"]), int(verdict["round"]), int(failure["global_rank"])
         yield paths.attempt(attempt).rank(number, rank).exception_pickle
-    except (KeyError, TypeError, ValueError):
-        pass  # it is about a node, say
     place = newest_round(paths)
     if place is not None:
         written = [place.rank(rank).exception_pickle for rank in ranks(place.attempt.round_dir(place.round))]
