@@ -309,8 +309,6 @@ class FailureReports:
         own = [failure for failure in failures if not failure.is_stopped or failure.is_own_cause]
         summary: NodeFailure | None = None
         if own:
-            mark = site.watch.mark
-            count = workers.layout.local_world_size
             now_ns = uptime_ns(site.clock)
             since = (now_ns - min(failure.ended_uptime_ns or now_ns for failure in own)) / 1e9
             summary = sum_up(
@@ -319,8 +317,8 @@ class FailureReports:
                 seconds=max(0.0, seconds - since),
                 step=site.watch.furthest_step,
                 counted_steps=site.watch.counted_steps,
-                hang=mark,
-                workers=count,
+                hang=site.watch.mark,
+                workers=workers.layout.local_world_size,
                 leader=self._clock_offsets.ahead_of_leader,
             )
         elif (mark := site.watch.declared) is not None:
