@@ -16,13 +16,17 @@ from hpc_elastic.report.history import (
     START_REFUSED,
     AgentTimes,
     AttemptHistory,
+    CommandFailure,
     FailedAgent,
     NodeLoss,
+    OutputLoss,
     RestartRecord,
     RoundHistory,
     RoundNode,
+    attributed,
+    read_incident,
+    read_outage,
 )
-from hpc_elastic.report.incidents import CommandFailure, OutputLoss, attributed, read_incident, read_outage
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor

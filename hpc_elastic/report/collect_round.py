@@ -18,6 +18,7 @@ from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import (
+    InProcessRestart,
     NodeLoss,
     NodeTimes,
     RankStatus,
@@ -26,8 +27,8 @@ from hpc_elastic.report.history import (
     RoundNode,
     StackGroup,
     WorkerEnd,
+    read_incident,
 )
-from hpc_elastic.report.incidents import InProcessRestart, read_incident
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run.activities import MOST_NAMED

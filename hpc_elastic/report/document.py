@@ -27,8 +27,7 @@ from hpc_elastic.report.blocks import (
 )
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.goodput import goodput_of
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
-from hpc_elastic.report.incidents import OutageKind, refused_hosts
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, OutageKind, RoundHistory, RunHistory, refused_hosts
 from hpc_elastic.report.root_cause import decide_start_verdict, verdict_of
 from hpc_elastic.report.timeline_attempt import place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, of_several

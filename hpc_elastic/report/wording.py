@@ -12,8 +12,17 @@ from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
-from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory, StackGroup
-from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutageKind, OutputLoss
+from hpc_elastic.report.history import (
+    AttemptHistory,
+    CommandFailure,
+    InProcessRestart,
+    Outage,
+    OutageKind,
+    OutputLoss,
+    RoundHistory,
+    RunHistory,
+    StackGroup,
+)
 from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.heartbeats import describe_begun_again
 from hpc_elastic.run.paths import ExitCode, Outcome, outcome_text

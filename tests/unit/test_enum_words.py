@@ -26,7 +26,7 @@ from hpc_elastic.launch.run_status import RunState, read_status
 from hpc_elastic.report import document as document_module
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, Subject, choose_subject
-from hpc_elastic.report.incidents import OutageKind, read_outage
+from hpc_elastic.report.history import OutageKind, read_outage
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text

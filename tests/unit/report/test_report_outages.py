@@ -10,8 +10,7 @@ import pytest
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, choose_subject
-from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.incidents import Outage, OutageKind, attributed
+from hpc_elastic.report.history import Outage, OutageKind, RunHistory, attributed
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.verdict import Cause
