@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli.run import plan_text
+from hpc_elastic.cli.submit import plan_text
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.run_request import ALL_OPTIONS, spec_fields
 from hpc_elastic.options.table import parse

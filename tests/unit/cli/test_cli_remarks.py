@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run import plan_text, remarks
+from hpc_elastic.cli.submit import plan_text, remarks
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
 from hpc_elastic.options.job_options import notice_seconds
