@@ -19,7 +19,7 @@ from hpc_elastic.agent.part import save_if_possible
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import FileExecutor
-from hpc_elastic.rendezvous.lease import Lease
+from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run import heartbeats as run_heartbeats
 from hpc_elastic.run.activities import Source

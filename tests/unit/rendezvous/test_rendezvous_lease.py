@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.lease import OVER, Lease, is_round_over
-from hpc_elastic.rendezvous.schedule import poll_intervals
+from hpc_elastic.rendezvous.schedule import LEASE_OVER, Lease, is_round_over, poll_intervals
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.paths import Outcome
 from tests.rigs.fake_clock import FakeClock
@@ -125,7 +124,7 @@ def test_once_over_it_never_holds_again_in_this_round(page: Page) -> None:
     page.lease.note(record(number=6, round=4))
     page.lease.looked(page.clock.monotonic())
     page.lease.renew()
-    assert (page.looked, page.left < 0, page.lease.is_over) == (OVER, True, True)
+    assert (page.looked, page.left < 0, page.lease.is_over) == (LEASE_OVER, True, True)
     page.lease.note(record(number=7, round=5))
     page.lease.begin(5, page._show)
     assert page.left > 1.0
