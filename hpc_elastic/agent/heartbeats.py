@@ -83,8 +83,7 @@ class HeartbeatFolder:
 
 def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/mountinfo") -> HeartbeatFolder:
     for base in candidates(env):
-        kind = filesystem_type(os.path.realpath(base), mountinfo=mounts)
-        if str(base) != "/dev/shm" if kind is None else kind not in _LOCAL_TYPES:
+        if not _is_local(base, mounts):
             continue
         try:
             sweep(base, PREFIX)
@@ -103,6 +102,11 @@ def candidates(env: Mapping[str, str]) -> Iterator[Path]:
         if env.get(variable, "").startswith("/"):
             yield Path(env[variable])
     yield Path("/tmp")
+
+
+def _is_local(base: Path, mounts: str) -> bool:
+    kind = filesystem_type(os.path.realpath(base), mountinfo=mounts)
+    return str(base) == "/dev/shm" if kind is None else kind in _LOCAL_TYPES
 
 
 def make_folder(path: Path) -> HeartbeatFolder:
