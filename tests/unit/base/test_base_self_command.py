@@ -27,6 +27,7 @@ PASSED_OVER = ("options/",)
 SHELLS = re.compile(r"'(/bin/)?(ba)?sh'|_BASH if .*")
 KNOWN = {
     ("base/self_command.py", "-c"),
+    ("cli/submit.py", "python -m"),  # reads a command line of a user's
     ("run/spec.py", "-m"),  # a user's module, as `python -m` has it
     ("submission/executor.py", "-c"),  # sh
     ("workers/fork_server.py", "-c"),  # compares
