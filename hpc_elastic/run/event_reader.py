@@ -69,8 +69,8 @@ def _kind_of(name: str, role: object) -> type[RunEvent] | None:
     return (SUPERVISOR_EVENTS.get(name) if role == "supervisor" else None) or EVENTS.get(name)
 
 
-class EventLine(Struct, kw_only=True):
-    """The fields that every line has, as its writer wrote them, and below `by` what the reader adds."""
+class _Head(Struct, kw_only=True):
+    """The fields that every line has. Another program may have written another type: then the default."""
 
     name: str = field(name="event")
     written_ns: int = field(default=0, name="t")
@@ -83,6 +83,9 @@ class EventLine(Struct, kw_only=True):
     host: str = ""
     by: int | None = None
     """The node of the writer, where the event is about a node."""
+
+
+class EventLine(_Head, kw_only=True):
     event: RunEvent | None = field(default=None, name="known_event")
     """None: this version does not know it, or can't read it."""
     raw: bytes = b""
@@ -98,16 +101,8 @@ class EventLine(Struct, kw_only=True):
         return value
 
 
-_WRITTEN = ("name", "written_ns", "number", "role", "node", "host", "by")
-
-
 def event_line(value: Mapping[str, Any]) -> EventLine:
-    return _with_event(_written(value), read_event(value), json.dumps(value).encode())
-
-
-def _written(value: Mapping[str, Any]) -> EventLine:
-    """Another program may have written another type of a field: then the default."""
-    return EventLine(**{name: it for name, it in readable_fields(EventLine, value).items() if name in _WRITTEN})
+    return _with_event(EventLine(**readable_fields(_Head, value)), read_event(value), json.dumps(value).encode())
 
 
 def _with_event(line: EventLine, event: RunEvent | None, raw: bytes) -> EventLine:
@@ -260,7 +255,7 @@ def _read_one(raw: bytes) -> EventLine | None:
     value = _decode(raw)
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
         return None
-    return _with_event(_written(value), read_event(value), raw)
+    return _with_event(EventLine(**readable_fields(_Head, value)), read_event(value), raw)
 
 
 def _decode(raw: bytes) -> Any:
