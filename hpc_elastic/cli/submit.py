@@ -298,7 +298,12 @@ def run_convert(args: SimpleNamespace) -> int:
 
 def _read(name: str) -> str:
     try:
-        data = sys.stdin.buffer.read(_LARGEST + 1) if name == "-" else _read_file(Path(name))
+        if name == "-":
+            data = sys.stdin.buffer.read(_LARGEST + 1)
+        else:
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO keeps nobody waiting
+            with open(os.open(Path(name), flags), "rb") as file:
+                data = file.read(_LARGEST + 1) or b""
         if len(data) > _LARGEST:
             raise UsageError(f"{name} is larger than {_LARGEST} bytes, so no sbatch file")
         return data.decode("utf-8")
@@ -306,8 +311,3 @@ def _read(name: str) -> str:
         raise UsageError(f"{name} is not UTF-8 text") from None
     except OSError as error:
         raise UsageError(f"{name} can't be read: {error.strerror}") from None
-
-
-def _read_file(path: Path) -> bytes:
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO keeps nobody waiting
-        return file.read(_LARGEST + 1) or b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -192,23 +192,21 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
             raise UsageError(f"--sbatch-arg {argument}: {own} contradicts it; leave one of them out")
     for argument in parsed.all("srun_args"):
         check_srun_argument(argument)
+    as_given: list[str] = []
+    for own_option in OPTIONS:
+        text = parsed.get(own_option.dest) if own_option.dest in AS_GIVEN else None
+        name = f"--{key_of(own_option)}"
+        if text is not None and own_option.metavar is not None:
+            as_given.append(f"{name}={text}" if text else name)
+        elif text not in (None, "0"):
+            as_given.append(name)
     return SbatchOptions(
         nodes=allocated_nodes(nodes, spare_nodes(parsed)),
         **plain,
         requeue=wants_requeue(parsed),
         grace=grace,
-        extra=(*_as_given(parsed), *parsed.all("sbatch_args")),
+        extra=(*as_given, *parsed.all("sbatch_args")),
     )
-
-
-def _as_given(parsed: Parsed) -> Iterator[str]:
-    for option in OPTIONS:
-        text = parsed.get(option.dest) if option.dest in AS_GIVEN else None
-        name = f"--{key_of(option)}"
-        if text is not None and option.metavar is not None:
-            yield f"{name}={text}" if text else name
-        elif text not in (None, "0"):
-            yield name
 
 
 def gpus_on_each(parsed: Parsed, nodes: tuple[int, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -105,8 +105,14 @@ def resolve(
     for dest in left_out:
         values.values.pop(dest, None)
         values.sources.pop(dest, None)
-    executed = tuple(_executed(values, keys))
-    parsed = replace(given, values=values.values, sources=values.sources, named=values.named, executed=executed)
+    executed = []
+    for option in keys.options():
+        decided, texts = values.origins.get(option.dest), values.values.get(option.dest)
+        if option.executes and texts and decided is not None and decided.layer in FILE_LAYERS:
+            shown = "true" if option.metavar is None else " ".join(texts)
+            in_profile = f" [profile.{decided.profile}]" if decided.profile else ""
+            executed.append(f"{decided.where}{in_profile}: {key_of(option)} = {shown}")
+    parsed = replace(given, values=values.values, sources=values.sources, named=values.named, executed=tuple(executed))
     return Resolved(parsed=parsed, origins=values.origins, files=tuple(files), profile=profile)
 
 
@@ -180,15 +186,6 @@ def _read_files(
                     has_project = candidate.path
         files.append((candidate, state))
     return read, files
-
-
-def _executed(values: _Values, keys: Keys) -> Iterator[str]:
-    for option in keys.options():
-        origin, texts = values.origins.get(option.dest), values.values.get(option.dest)
-        if option.executes and texts and origin is not None and origin.layer in FILE_LAYERS:
-            shown = "true" if option.metavar is None else " ".join(texts)
-            profile = f" [profile.{origin.profile}]" if origin.profile else ""
-            yield f"{origin.where}{profile}: {key_of(option)} = {shown}"
 
 
 def _profile(given: Parsed, read: Sequence[tuple[Layer, SettingsFile]], env: Mapping[str, str]) -> str | None:
