@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.text import plural
@@ -23,7 +24,6 @@ from hpc_elastic.launch.run_directory import (
     make_runs_dir,
     why_not_shared,
 )
-from hpc_elastic.launch.slurm_site import NodeWish, open_claims
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import build_spec, cluster_here, runs_directory, working_directory
 from hpc_elastic.options.sbatch import parse_nodes, refuse_het_job
@@ -34,6 +34,9 @@ from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 from hpc_elastic.slurm.notation import HostlistError, expand
+
+if TYPE_CHECKING:
+    from hpc_elastic.launch.slurm_site import NodeWish
 
 HELP = Help(
     usage="hpc-elastic run [options] SCRIPT [script arguments...]",
@@ -102,6 +105,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
         )
     from hpc_elastic.agent.heartbeats import candidates
     from hpc_elastic.launch.batch import run_batch
+    from hpc_elastic.launch.slurm_site import open_claims
 
     if ignored := job_options.ignored_in_allocation(parsed, "run"):
         print_note(f"no effect in an existing allocation: {' '.join(ignored)}")
@@ -131,6 +135,8 @@ def _node_wish(parsed: Parsed) -> NodeWish:
             return tuple(dict.fromkeys(expand(text))) if text else ()
         except HostlistError as error:
             raise UsageError(f"{parsed.source(dest, '--' + dest)} {text}: {error.why}") from None
+
+    from hpc_elastic.launch.slurm_site import NodeWish
 
     # A file's nodelist is meant for submissions: the allocation is what became of it.
     listed = names("nodelist") if parsed.from_command_line("nodelist") else ()
