@@ -30,7 +30,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock, pause
 from hpc_elastic.base.host_facts import candidate_addresses, choose_master_address
 from hpc_elastic.errors import HpcElasticError, UsageError
-from hpc_elastic.rendezvous.next_round import RankLayout, layout_of
+from hpc_elastic.rendezvous.proposals import RankLayout, layout_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

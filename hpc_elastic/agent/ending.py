@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.rounds import log_coordination
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.host_facts import own_command
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import HpcElasticError, describe_error
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import Participant

@@ -13,8 +13,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.host_facts import idle_arguments
 from hpc_elastic.base.loop import FileExecutor
-from hpc_elastic.base.self_command import idle_arguments
 from hpc_elastic.workers import fork_server as program
 from hpc_elastic.workers import import_watch, linux
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, output_pipes

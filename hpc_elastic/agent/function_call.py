@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.base.self_command import worker_arguments
+from hpc_elastic.base.host_facts import worker_arguments
 from hpc_elastic.errors import UsageError
 from hpc_elastic.worker_api.heartbeat import heartbeat
 

@@ -33,9 +33,8 @@ from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.base.host_facts import LOOPBACK, available_memory, kernel_fields, kernel_text, links
+from hpc_elastic.base.host_facts import LOOPBACK, available_memory, kernel_fields, kernel_text, links, module_command
 from hpc_elastic.base.loop import Inbox, describe_no_descriptor, is_refusal, start_thread
-from hpc_elastic.base.self_command import module_command
 from hpc_elastic.base.text import size_text
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.option_values import Check

@@ -19,8 +19,8 @@ from hpc_elastic.base.loop import is_refusal, repeat
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session
-from hpc_elastic.rendezvous.next_round import DecideRestart
 from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.proposals import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import Status, new_uid
@@ -135,8 +135,11 @@ def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path
         return len(os.sched_getaffinity(0))
     if asked not in ("auto", "gpu"):
         raise UsageError(f"--nproc-per-node {asked}: give a number, auto, gpu or cpu")
-    from hpc_elastic.slurm.job_environment import JobEnvironment, in_job  # a number was given to most agents
-    from hpc_elastic.slurm.notation import device_count
+    from hpc_elastic.slurm.job_environment import (  # a number was given to most agents
+        JobEnvironment,
+        device_count,
+        in_job,
+    )
 
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if in_job(env):

@@ -33,7 +33,7 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError, describe_error, where_raised
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
-from hpc_elastic.rendezvous.next_round import RestartDecision
+from hpc_elastic.rendezvous.proposals import RestartDecision
 from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord
 from hpc_elastic.run.agent_events import AgentFailed, AgentStarted, StartRefused

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from hpc_elastic.base.loop import FileExecutor
     from hpc_elastic.output.pump import LogPump
     from hpc_elastic.rendezvous.coordination import Coordination
-    from hpc_elastic.rendezvous.next_round import RankLayout
     from hpc_elastic.rendezvous.peers import NodeInfo
+    from hpc_elastic.rendezvous.proposals import RankLayout
     from hpc_elastic.rendezvous.state import RoundRecord
     from hpc_elastic.rendezvous.succession import NodesCutOff
     from hpc_elastic.run.events import EventLog

@@ -27,7 +27,7 @@ from hpc_elastic.failures.classify import (
 )
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.rendezvous.next_round import RestartDecision, first_failure
+from hpc_elastic.rendezvous.proposals import RestartDecision, first_failure
 from hpc_elastic.rendezvous.state import KILLED, FailureMemory, HangMark, NodeFailure, RoundRecord, Status
 from hpc_elastic.run.agent_events import (
     PlatformFailure,

@@ -18,8 +18,8 @@ from hpc_elastic.base.clock import Clock, Offset, uptime_ns
 from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.base.loop import FilesystemHangsError
 from hpc_elastic.base.text import plural
-from hpc_elastic.rendezvous.next_round import rank_layout
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.proposals import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run import agent_events
 from hpc_elastic.run import coordinator_events as coordinator

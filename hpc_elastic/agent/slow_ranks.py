@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.rendezvous.next_round import whole_segments
+from hpc_elastic.rendezvous.proposals import whole_segments
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.heartbeats import NodeArrivals, RankSections, SlowRank
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT, SETUP

@@ -475,7 +475,7 @@ def torch_available(python: str) -> bool:
 
         spec = importlib.util.find_spec("torch")
         return spec is not None and spec.origin is not None
-    from hpc_elastic.base.self_command import source_command, source_environment
+    from hpc_elastic.base.host_facts import source_command, source_environment
 
     try:
         done = subprocess.run(

@@ -16,7 +16,7 @@ from hpc_elastic.errors import HpcElasticError, IllegalTransitionError, UsageErr
 from hpc_elastic.run.spec import Entrypoint
 
 if TYPE_CHECKING:
-    from hpc_elastic.rendezvous.next_round import RankLayout
+    from hpc_elastic.rendezvous.proposals import RankLayout
 
 
 class WorkerState(int, Enum):

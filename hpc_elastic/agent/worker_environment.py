@@ -20,7 +20,7 @@ from hpc_elastic.agent.part import HealthVerdict, Part
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.files import make_private_dir, write_private
 from hpc_elastic.base.loop import Inbox, wait_readable
-from hpc_elastic.rendezvous.next_round import RankLayout
+from hpc_elastic.rendezvous.proposals import RankLayout
 from hpc_elastic.run.agent_events import UserCommandEnded
 from hpc_elastic.run.spec import Container, ContainerMount, RunSpec, Runtime
 from hpc_elastic.slurm.job_environment import in_job

@@ -20,8 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
 
-from hpc_elastic.base.codec import UnreadableRecordError, dumps, load, loads, save
-from hpc_elastic.base.digests import Mac
+from hpc_elastic.base.codec import Mac, UnreadableRecordError, dumps, load, loads, save
 from hpc_elastic.base.files import ask_about
 from hpc_elastic.checkpoints import layout
 from hpc_elastic.checkpoints.layout import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import ASK_SLURM_EVERY, SlurmWatch, show_to_end
 from hpc_elastic.cli.main import print_note

@@ -29,8 +29,8 @@ from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import AttemptPaths, ExitCode, RunPaths, load_newest_result, load_result
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId, SlurmError, scancel
+from hpc_elastic.slurm.job_environment import names_text
 from hpc_elastic.slurm.job_state import JobPhase, JobState
-from hpc_elastic.slurm.notation import names_text
 
 SILENT_SECONDS = 300.0
 """A run whose files do not change for so long has ended without a result: agents write every half minute at least."""

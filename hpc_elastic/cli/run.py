@@ -32,8 +32,7 @@ from hpc_elastic.output.terminal import each_line
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
-from hpc_elastic.slurm.notation import HostlistError, expand
+from hpc_elastic.slurm.job_environment import HostlistError, JobEnvironment, expand, in_job, without_run_variables
 
 if TYPE_CHECKING:
     from hpc_elastic.launch.slurm_site import NodeWish

@@ -219,7 +219,7 @@ def _names_in(folder: Path) -> list[str]:
 def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
     """``n1,n[3-4]``, a hostlist of Slurm's, or ``0,2``, in Slurm's node order."""
     from hpc_elastic.output.log_streams import read_layouts
-    from hpc_elastic.slurm.notation import HostlistError, expand, names_text
+    from hpc_elastic.slurm.job_environment import HostlistError, expand, names_text
 
     try:
         wanted = expand(text)

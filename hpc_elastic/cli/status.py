@@ -38,8 +38,8 @@ from hpc_elastic.run.node_score import forget_in
 from hpc_elastic.run.paths import RunPaths, outcome_text
 from hpc_elastic.run.spec import Preload, load_preload
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.job_environment import HostlistError, expand, names_text
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
-from hpc_elastic.slurm.notation import HostlistError, expand, names_text
 
 if TYPE_CHECKING:
     from hpc_elastic.report.goodput import Goodput

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import click
 
-from hpc_elastic.base.self_command import ask_interpreter
+from hpc_elastic.base.host_facts import ask_interpreter
 from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.main import is_terminal, print_note

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.text import first_of
 from hpc_elastic.run.spec import Container
-from hpc_elastic.slurm.notation import names_text
+from hpc_elastic.slurm.job_environment import names_text
 from hpc_elastic.store.file_store import FileStore
 
 

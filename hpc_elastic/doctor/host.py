@@ -20,8 +20,7 @@ import hpc_elastic
 from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, RoomFacts, gpus_from_json, judge_gpus, own_gpus
 from hpc_elastic.agent.health_checks import memory_limits
 from hpc_elastic.agent.worker_environment import enter_container
-from hpc_elastic.base.host_facts import filesystem_type
-from hpc_elastic.base.self_command import module_command, source_command, source_environment
+from hpc_elastic.base.host_facts import filesystem_type, module_command, source_command, source_environment
 from hpc_elastic.base.text import clean_line, first_of
 from hpc_elastic.doctor.findings import (
     DoctorFinding,
@@ -37,8 +36,7 @@ from hpc_elastic.launch.run_directory import why_not_shared
 from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, SlurmError
-from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
-from hpc_elastic.slurm.notation import names_text
+from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job, names_text
 from hpc_elastic.worker_api.preemption import preemption_notice
 from hpc_elastic.workers.linux import oom_kill_count
 

@@ -24,8 +24,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.base.text import first_of
 from hpc_elastic.doctor.findings import DoctorFinding, ProbeSite, ok, problem, problem_unless, warn_unless, warning
-from hpc_elastic.slurm.job_environment import in_job
-from hpc_elastic.slurm.notation import names_text
+from hpc_elastic.slurm.job_environment import in_job, names_text
 
 PROGRAM = Path(hpc_elastic.__file__).resolve().parent / "pytorch" / "link_probe.py"
 _CONNECT_SECONDS = 3.0

@@ -16,7 +16,7 @@ from hpc_elastic.agent.health import GPU_SECONDS
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import Unreadable, ask_about, make_private_dir
-from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.doctor import host, network
 from hpc_elastic.doctor.findings import DoctorFinding, ProbeSettings, ProbeSite, fold, ok, problem
 from hpc_elastic.doctor.host import IMPORT_SECONDS, FileFacts, GpusFacts, JobMemoryFacts, NoticeFacts, PythonFacts
@@ -28,7 +28,7 @@ from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import RunPaths, UnreadableAttemptError, load_attempt, load_newest_result
 from hpc_elastic.run.spec import Container, RunSpec
-from hpc_elastic.slurm.notation import names_text
+from hpc_elastic.slurm.job_environment import names_text
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.worker_api.preemption import preemption_notice
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.base.digests import sha1
+from hpc_elastic.base.codec import sha1
 from hpc_elastic.base.text import cut_end
 
 TEXT_LIMIT = 64 << 10

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.digests import sha1
+from hpc_elastic.base.codec import sha1
 from hpc_elastic.base.host_facts import kernel_text
 from hpc_elastic.base.text import cut_end, plural, range_bounds
 from hpc_elastic.errors import HpcElasticError

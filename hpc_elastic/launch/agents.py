@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.self_command import own_command
+from hpc_elastic.base.host_facts import own_command
 from hpc_elastic.base.text import plural
 from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.rendezvous.participant import Participant

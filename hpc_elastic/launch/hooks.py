@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpc_elastic.agent.restart_policy import HANG_FINGERPRINT
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.base.loop import FileExecutor
-from hpc_elastic.base.self_command import module_command
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.conclude import write_attempt_report
 from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision

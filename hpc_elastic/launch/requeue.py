@@ -33,8 +33,8 @@ from hpc_elastic.slurm.commands import (
     SlurmPermissionError,
     SlurmUnavailableError,
 )
+from hpc_elastic.slurm.job_environment import compress
 from hpc_elastic.slurm.job_state import JobPhase, JobState
-from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
 

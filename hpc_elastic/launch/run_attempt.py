@@ -22,8 +22,8 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.identity import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.host_facts import ask_interpreter
 from hpc_elastic.base.loop import FileExecutor, FilesystemHangsError, is_refusal
-from hpc_elastic.base.self_command import ask_interpreter
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
@@ -42,7 +42,7 @@ from hpc_elastic.run.fold import fold_run
 from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, LocalSupervisor, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.supervisor_events import AttemptStarted
-from hpc_elastic.slurm.notation import compress
+from hpc_elastic.slurm.job_environment import compress
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.workers.linux import SignalQueue, output_pipes

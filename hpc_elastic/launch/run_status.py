@@ -52,8 +52,8 @@ from hpc_elastic.run.paths import (
 from hpc_elastic.run.spec import Preload, RunSpec, UnreadableRunError, load_preload, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient, query_job_states
 from hpc_elastic.slurm.commands import JobId, SlurmError, UnknownJobError
+from hpc_elastic.slurm.job_environment import local_time
 from hpc_elastic.slurm.job_state import JobPhase, JobState
-from hpc_elastic.slurm.notation import local_time
 from hpc_elastic.store.file_store import FileStore, FoldedStore
 
 _MOST_RANKS_LOOKED_AT = 64

@@ -30,7 +30,7 @@ from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, Outcome, RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.run.supervisor_events import NodesCompared, SignalDecided
 from hpc_elastic.slurm.commands import SlurmError, SlurmUnavailableError
-from hpc_elastic.slurm.notation import compress
+from hpc_elastic.slurm.job_environment import compress
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.launch.agents import AgentEnd, describe_code
 from hpc_elastic.slurm.commands import SlurmError, classify, scrubbed_environment, srun_agents
-from hpc_elastic.slurm.notation import HostlistError, expand
+from hpc_elastic.slurm.job_environment import HostlistError, expand
 from hpc_elastic.workers.linux import signals_unblocked
 
 logger = logging.getLogger(__name__)

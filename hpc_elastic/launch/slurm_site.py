@@ -53,9 +53,8 @@ from hpc_elastic.slurm.commands import (
     is_limit,
     step_gpu_flags,
 )
-from hpc_elastic.slurm.job_environment import JobEnvironment
+from hpc_elastic.slurm.job_environment import JobEnvironment, compress
 from hpc_elastic.slurm.job_state import JobPhase, JobState, is_hold, seconds_until_end
-from hpc_elastic.slurm.notation import compress
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
 logger = logging.getLogger(__name__)

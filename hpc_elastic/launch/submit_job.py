@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, pause
 from hpc_elastic.base.files import write_private
-from hpc_elastic.base.self_command import own_command
+from hpc_elastic.base.host_facts import own_command
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import NewRun, check_checkpoint_dir, create_run, create_tasks, why_not_shared
 from hpc_elastic.options.run_request import SlurmJob
@@ -46,8 +46,7 @@ from hpc_elastic.slurm.commands import (
     SubmissionRefusedError,
     sbatch,
 )
-from hpc_elastic.slurm.job_environment import RUN_VARIABLES, WORKER_VARIABLES
-from hpc_elastic.slurm.notation import HostlistError, expand
+from hpc_elastic.slurm.job_environment import RUN_VARIABLES, WORKER_VARIABLES, HostlistError, expand
 
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _RUN = 'exec "${supervisor[@]}"\n'

@@ -21,7 +21,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.sbatch import (

@@ -22,9 +22,8 @@ from typing import NoReturn
 from msgspec import Struct, field
 
 from hpc_elastic.base.codec import from_json, to_json
-from hpc_elastic.base.host_facts import files_written_by, kernel_fields
+from hpc_elastic.base.host_facts import files_written_by, kernel_fields, module_command
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.base.self_command import module_command
 from hpc_elastic.slurm.commands import JobId, srun_agents, submission_environment
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc

@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, job_now
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job

@@ -16,18 +16,21 @@ from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.next_round import (
+from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.proposals import (
     SYMPTOM,
     DecideRestart,
+    Proposal,
     assign_ranks,
     explained_failures,
+    files_hang,
     first_failure,
     newest_per_node,
+    propose,
+    propose_close,
     replacements,
     whole_segments,
 )
-from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.proposals import Proposal, files_hang, propose, propose_close
 from hpc_elastic.rendezvous.state import (
     MEASURE_SECONDS,
     Member,

@@ -22,7 +22,7 @@ from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory
 from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.timeline_attempt import Axis, NodeState, PlacedAttempt, RoundTimes, Span, make_axis
 from hpc_elastic.report.wording import FAILURE_WORDS
-from hpc_elastic.slurm.notation import names_text
+from hpc_elastic.slurm.job_environment import names_text
 
 
 class MarkKind(str, Enum):

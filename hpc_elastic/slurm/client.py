@@ -29,6 +29,7 @@ from hpc_elastic.slurm.commands import (
     classify,
     one_line,
 )
+from hpc_elastic.slurm.job_environment import compress, local_time
 from hpc_elastic.slurm.job_state import (
     JobPhase,
     JobState,
@@ -39,7 +40,6 @@ from hpc_elastic.slurm.job_state import (
     parse_squeue,
     parse_submitted,
 )
-from hpc_elastic.slurm.notation import compress, local_time
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)

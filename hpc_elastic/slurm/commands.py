@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from hpc_elastic.errors import HpcElasticError, UsageError
-from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
-from hpc_elastic.slurm.notation import compress, gpu_count
+from hpc_elastic.slurm.job_environment import JobEnvironment, compress, gpu_count, in_job, without_run_variables
 
 if TYPE_CHECKING:
     from hpc_elastic.slurm.job_state import JobState

@@ -12,7 +12,7 @@ from msgspec import Struct
 from hpc_elastic.options.sbatch import parse_time_limit
 from hpc_elastic.run.paths import ExitCode, is_job_id
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.notation import HostlistError, expand, local_time
+from hpc_elastic.slurm.job_environment import HostlistError, expand, local_time
 
 
 class JobPhase(Enum):

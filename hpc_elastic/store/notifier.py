@@ -29,7 +29,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from hpc_elastic.base.clock import Clock, Offset, PeerClock, SystemClock, uptime_ns
-from hpc_elastic.base.digests import Mac, sha256
+from hpc_elastic.base.codec import Mac, sha256
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
 

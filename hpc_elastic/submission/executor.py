@@ -27,7 +27,7 @@ from submitit.local.local import LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.self_command import worker_arguments
+from hpc_elastic.base.host_facts import worker_arguments
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job

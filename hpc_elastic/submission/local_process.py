@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_elastic.base.files import read_json, write_json
-from hpc_elastic.base.host_facts import command_line
+from hpc_elastic.base.host_facts import command_line, module_command
 from hpc_elastic.base.loop import read_each
-from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.submission.call import is_timed_out

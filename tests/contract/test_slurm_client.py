@@ -20,8 +20,8 @@ from hpc_elastic.slurm.commands import (
     SubmissionRefusedError,
     UnknownJobError,
 )
+from hpc_elastic.slurm.job_environment import HostlistError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
-from hpc_elastic.slurm.notation import HostlistError
 from tests.rigs.captures import VERSIONS
 from tests.rigs.fake_slurm import FakeSlurm
 

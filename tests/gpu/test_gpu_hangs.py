@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.health import gpus_from_json
-from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine, memory_readings, memory_watched

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.health import gpus_from_json, judge_gpus
-from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.run.paths import ExitCode
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine
 

@@ -14,8 +14,8 @@ from hpc_elastic.agent.health import GpuDevice, GpuFacts, gpus_from_json
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.base.loop import wait_readable
-from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.run_request import workers_here
 from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers.spawn import Inherited

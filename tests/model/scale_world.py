@@ -21,9 +21,9 @@ from unittest import mock
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import round_log
-from hpc_elastic.rendezvous.next_round import RestartDecision
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.proposals import RestartDecision
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.run.events import RunEvent, name_of

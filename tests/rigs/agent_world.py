@@ -27,8 +27,8 @@ from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.agent.worker_reports import CheckpointWatch, PreemptionWatch
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.next_round import RankLayout
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.proposals import RankLayout
 from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.events import RunEvent

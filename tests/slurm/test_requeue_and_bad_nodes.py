@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.slurm.notation import expand
+from hpc_elastic.slurm.job_environment import expand
 from tests.rigs.shown_output import Session, ShownOutput
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED, wait_until

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.self_command import own_command
+from hpc_elastic.base.host_facts import own_command
 from hpc_elastic.launch import agents
 from hpc_elastic.launch.agents import AgentEnd
 from hpc_elastic.launch.local import LocalLauncher

@@ -17,7 +17,7 @@ from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence
 from hpc_elastic.failures.classify import may_be_of_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.rendezvous.next_round import RestartDecision
+from hpc_elastic.rendezvous.proposals import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, NodeFailure, RoundRecord
 from hpc_elastic.workers.spawn import ExitStatus
 from tests.rigs.agent_site import make_group_site

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.worker_environment import RoundFacts, WorkerSettings, worker_environment
-from hpc_elastic.rendezvous.next_round import RankLayout
+from hpc_elastic.rendezvous.proposals import RankLayout
 from hpc_elastic.slurm.job_environment import without_run_variables
 
 DOCS = Path(__file__).parents[3] / "docs/reference/environment.md"

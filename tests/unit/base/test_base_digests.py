@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.base import digests
-from hpc_elastic.base.digests import Mac, sha1, sha256
+from hpc_elastic.base import codec
+from hpc_elastic.base.codec import Mac, sha1, sha256
 
 
 @given(st.binary(max_size=200))
@@ -51,6 +51,6 @@ def test_threads_do_not_disturb_each_other() -> None:
 def test_a_python_without_its_own_sha256_takes_that_of_hashlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_sha2", "_sha256"):
         monkeypatch.setitem(sys.modules, name, None)
-    found = digests._find("sha256", "_sha2", "_sha256")
+    found = codec._find("sha256", "_sha2", "_sha256")
     assert found(b"x").digest() == sha256(b"x")
     assert found is hashlib.sha256

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hpc_elastic
-from hpc_elastic.base.self_command import (
+from hpc_elastic.base.host_facts import (
     module_command,
     own_command,
     source_command,
@@ -26,7 +26,7 @@ PASSED_OVER = ("options/",)
 """Reads command lines of users."""
 SHELLS = re.compile(r"'(/bin/)?(ba)?sh'|_BASH if .*")
 KNOWN = {
-    ("base/self_command.py", "-c"),
+    ("base/host_facts.py", "-c"),
     ("cli/submit.py", "python -m"),  # reads a command line of a user's
     ("run/spec.py", "-m"),  # a user's module, as `python -m` has it
     ("submission/executor.py", "-c"),  # sh

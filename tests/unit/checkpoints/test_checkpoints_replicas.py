@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.codec import dumps
-from hpc_elastic.base.digests import Mac
+from hpc_elastic.base.codec import Mac, dumps
 from hpc_elastic.checkpoints.copying import Channel, Header, ReplicaRefusedError, ReplicaServer, send_part
 from hpc_elastic.checkpoints.layout import COPY, NodePart, Saving, files_of
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from hpc_elastic.agent.restart_policy import sum_up
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.rendezvous.next_round import first_failure
+from hpc_elastic.rendezvous.proposals import first_failure
 from hpc_elastic.report.history import WorkerEnd
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 from tests.rigs.run_builder import decide_verdict

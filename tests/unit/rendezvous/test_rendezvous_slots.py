@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpc_elastic.rendezvous.next_round import assign_ranks, rank_layout, replacements, whole_segments
+from hpc_elastic.rendezvous.proposals import assign_ranks, rank_layout, replacements, whole_segments
 from hpc_elastic.rendezvous.state import Member
 
 

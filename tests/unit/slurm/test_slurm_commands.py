@@ -24,8 +24,8 @@ from hpc_elastic.slurm.commands import (
     scrubbed_environment,
     step_gpu_flags,
 )
+from hpc_elastic.slurm.job_environment import HostlistError
 from hpc_elastic.slurm.job_state import parse_show_job
-from hpc_elastic.slurm.notation import HostlistError
 from tests.rigs.captures import DATA, VERSIONS, captured, exists
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeJob, FakeSlurm

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
-from hpc_elastic.slurm.notation import expand
+from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, expand, in_job
 from tests.rigs.captures import DATA, VERSIONS
 
 ALL = sorted(DATA.glob("*/env-*.txt"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.notation import (
+from hpc_elastic.slurm.job_environment import (
     MAX_HOSTS,
     HostlistError,
     compress,
