@@ -192,7 +192,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             ),
             inherited=Inherited(umask=umask, core_limit=resource.getrlimit(resource.RLIMIT_CORE), subreaper=True),
             shown=self._shown,
-            excluding=self._other_children,
+            excluding=lambda: (
+                set(tree.children(os.getpid())) - {p.pid for p in tree.tagged(TAG_VARIABLE, str(self._tag))}
+            ),
         )
 
         def environment(local_rank: int, error_file: str) -> dict[str, str]:
@@ -203,10 +205,6 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         self._workers.start(self._argv(group), environment, cwd=os.getcwd())
         return dict(enumerate(self._workers.pids))
-
-    def _other_children(self) -> set[int]:
-        ours = {proc.pid for proc in tree.tagged(TAG_VARIABLE, str(self._tag))}
-        return {pid for pid in tree.children(os.getpid()) if pid not in ours}
 
     def _argv(self, group: WorkerGroup) -> list[str]:
         entrypoint = group.spec.entrypoint

@@ -210,7 +210,10 @@ class WorkerEvidence(Struct, eq=False):
                     for failure in described
                     if (each := hang_stop.observe_failure(failure, latest_ns=latest_ns))
                 }
-                self.activities = [self._with_flight(self.observed[rank]) for rank in sorted(self.observed)]
+                self.activities = []
+                for rank, activity in sorted(self.observed.items()):
+                    tail = self.recorders.read(rank, self.site.attempt.rank(self.site.round, rank).root)
+                    self.activities.append(activity if tail is None else replace(activity, flight=tail))
             return described
 
         hurried = self.site.is_ending()
@@ -251,10 +254,6 @@ class WorkerEvidence(Struct, eq=False):
         )
         self._write_evidence(failure, slot.paths.error_file)
         return failure
-
-    def _with_flight(self, activity: Activity) -> Activity:
-        tail = self.recorders.read(activity.rank, self.site.attempt.rank(self.site.round, activity.rank).root)
-        return activity if tail is None else replace(activity, flight=tail)
 
     def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[HungWorker]:
         asked, killed = self.stop.asked, exit_status_now(-int(signal.SIGKILL), self.site.clock)

@@ -178,7 +178,11 @@ class Screen:
             self._down(min(_number(step[1]), _ROWS))
             self._is_home |= step[2] == b"E"
         else:
-            self._erase(step[1], below=step[2] == b"J")
+            if self._is_home or step[1] in (b"1", b"2"):
+                self._rows[self._at] = b""
+            if step[2] == b"J":
+                for number in range(0 if step[1] == b"2" else self._at + 1, len(self._rows)):
+                    self._rows[number] = b""
 
     def _up(self, count: int) -> None:
         self.has_moved = True
@@ -193,13 +197,6 @@ class Screen:
         while self._at >= len(self._rows):
             self._rows.append(b"")
             self._shown.append(None)
-
-    def _erase(self, how: bytes, *, below: bool) -> None:
-        if self._is_home or how in (b"1", b"2"):
-            self._rows[self._at] = b""
-        if below:
-            for number in range(0 if how == b"2" else self._at + 1, len(self._rows)):
-                self._rows[number] = b""
 
     def _scroll(self) -> bytes:
         gone = b""

@@ -96,7 +96,11 @@ def inject_fault(
         return
     logger.info("rank %d: %s in %.3f s", rank, plan.fault.name, plan.delay)
     if plan.fault is Fault.SIGNAL_EXC:
-        signal.signal(signal.SIGUSR1, _raise_injected)
+
+        def raise_injected(*_: object) -> None:
+            raise InjectedException("injected by a signal")
+
+        signal.signal(signal.SIGUSR1, raise_injected)
 
     def strike_later() -> None:
         time.sleep(plan.delay)
@@ -105,10 +109,6 @@ def inject_fault(
         strike(plan.fault)
 
     threading.Thread(target=strike_later, name="inject-fault", daemon=True).start()
-
-
-def _raise_injected(*_: object) -> None:
-    raise InjectedException("injected by a signal")
 
 
 def strike(fault: Fault) -> None:
