@@ -117,6 +117,7 @@ def speaking_lines(lines: Sequence[str]) -> list[tuple[int, str]]:
     """The lines that may say something, with their numbers: without tracebacks, which are judged by themselves."""
     found: list[tuple[int, str]] = []
     inside = warned = False
+    is_silent = re.compile(_SILENT).match
     for at, line in enumerate(lines):
         if line.endswith(HEADER):
             inside, warned = True, False
@@ -124,8 +125,8 @@ def speaking_lines(lines: Sequence[str]) -> list[tuple[int, str]]:
             inside = line.startswith("  ") or not line.strip()
         elif warned and line.startswith("  "):
             warned = False
-        elif not re.match(_SILENT, line) and not line.startswith('  File "'):
-            match = re.match(_BOX, line)
+        elif not is_silent(line) and not line.startswith('  File "'):
+            match = re.match(_BOX, line) if line.startswith(("│", "|")) else None
             found.append((at, match[1] if match else line))
         else:
             warned = "Warning: " in line
