@@ -1,4 +1,4 @@
-"""The command line: one file per subcommand, each imported only when it is asked for."""
+"""The command line: subcommands, each of whose modules is imported only when it is asked for."""
 
 import os
 import signal
