@@ -245,6 +245,7 @@ class WorkerEvidence(Struct, eq=False):
         failure = replace(
             facts,
             stopped_by_agent=False,
+            stopped_ns=0,
             message=why,
             reason=f"{why}; ended by its agent",
             failure_class=failure_class,

@@ -125,6 +125,7 @@ def test_a_worker_that_is_condemned_is_described_though_its_agent_ended_it(tmp_p
     slots = [make_slot(evidence, rank, -15, stopped=True) for rank in (0, 1)]
     why = "it holds 90 GiB, and 80 are its share"
     evidence.condemned = Condemned(reason=why, failure_class=FailureClass.ROOT, ranks={1: why})
+    evidence.stop.began_ns = 4
     (found,) = evidence.describe(slots)
     assert (found.global_rank, found.message, found.failure_class) == (1, why, FailureClass.ROOT)
     assert not found.is_stopped
