@@ -247,7 +247,7 @@ class RoundStore(Protocol):
 
 
 class Round(Protocol):
-    """The result of `next_rendezvous`, such as `rendezvous.membership.RoundResult`; a tuple of the three does as well.
+    """The result of `next_rendezvous`, such as `rendezvous.handler.RoundResult`; a tuple of the three does as well.
     It may have `version`, the round's number, the same on every node; else each agent counts its rounds."""
 
     @property
