@@ -90,7 +90,7 @@ class checkpoint_dir:
         try:
             size, room = (layout.bytes_in(self._dirty), start.room) if start is not None else (0, 0)
             self._mark("left" if kind is None and size <= room else "failed").touch(mode=0o600)
-            while not settle(self._dirty, self._final, self._ranks, replaces=is_plain):
+            while not settle(self._dirty, self._final, self._ranks, rank=self._rank if is_plain else None):
                 if not is_plain or self._rank or kind is not None:
                     break
                 if time.monotonic() > deadline:
@@ -110,15 +110,19 @@ class checkpoint_dir:
         return self._dirty / f"rank-{self._rank:05d}.{how}"
 
 
-def settle(dirty: Path, final: Path, ranks: int, *, replaces: bool = False) -> bool:
-    """Whoever sees first that all have left does it. `replaces`: without an agent, the files alone become `final`.
-    Raises FileNotFoundError: another process was first.
+def settle(dirty: Path, final: Path, ranks: int, *, rank: int | None = None) -> bool:
+    """Whoever sees first that all have left does it. Raises FileNotFoundError: another process was first.
+
+    `rank`: without an agent, the one that asks. The files alone become `final` then, in place of an older one; that
+    takes two steps, so rank 0 alone does it, which waits for the others.
     """
     marks = [name for name in os.listdir(dirty) if name.startswith("rank-")]
     if len(marks) < ranks:
         return False
     is_whole = not any(name.endswith(".failed") for name in marks)
-    if is_whole and replaces:
+    if is_whole and rank is not None:
+        if rank:
+            return True
         if final.exists():
             os.rename(final, final.with_name(f".old-{final.name}"))
         os.rename(dirty / final.name, final)

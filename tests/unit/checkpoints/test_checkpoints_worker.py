@@ -80,6 +80,23 @@ def test_rank_0_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(os.listdir(found)) == ["rank0.pt", "rank1.pt"]
 
 
+def test_the_last_to_leave_does_not_move_away_what_rank_0_has_just_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both saw that all had left: the one took the other's new checkpoint for an older one, which was then removed."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    first = checkpoint_dir(5)
+    folder = first.__enter__()
+    monkeypatch.setenv("RANK", "1")
+    last = checkpoint_dir(5)
+    last.__enter__()
+    (folder.parent / "rank-00000.left").touch()
+    with monkeypatch.context() as here:
+        here.setattr(os, "rename", lambda *places: pytest.fail(f"moved {places}"))
+        last.__exit__(None, None, None)
+    first.__exit__(None, None, None)
+    assert newest().name == "step-5"
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, True, None])
 def test_a_step_is_a_whole_number(step: object) -> None:
     with pytest.raises((TypeError, ValueError), match=r"integer|step"):
