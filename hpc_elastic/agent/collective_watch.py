@@ -20,6 +20,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -153,10 +154,8 @@ class FlightRecorders:
         if not self._prefix:
             return
         for path in (*self._files(rank), f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
-            try:
+            with suppress(OSError):
                 os.unlink(path)
-            except OSError:
-                continue
 
     def _files(self, rank: int, ending: str = "") -> list[str]:
         return glob.glob(f"{glob.escape(self._prefix)}gloo-{rank}.*{ending}")
@@ -187,13 +186,10 @@ def _write(pipe: str, text: bytes = b"1") -> bool:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False  # no pipe, or no reader
-    try:
+    with suppress(OSError):  # full: it was asked before
         os.write(fd, text)
-        return True
-    except OSError:
-        return True  # full: it was asked before
-    finally:
-        os.close(fd)
+    os.close(fd)
+    return True
 
 
 ADDRESS_VARIABLE, ENABLE_VARIABLE = "NCCL_RAS_ADDR", "NCCL_RAS_ENABLE"

@@ -1,8 +1,8 @@
 """Parts that pass on what workers report: of their checkpoints, and of their in-process restart group.
 
-Nodes that wait to come in learn of a checkpoint, and the run does before a preemption. The restart group restarts a
-function in the processes that are left. The agent's part is to start a fresh process in a dead one's place, and to
-leave the others alone. Where that would not help, all workers start again, as without it.
+The coordinator gets reports of completed checkpoints, after which it may add nodes that wait, and before a preemption
+of what is saved. The restart group restarts a function in the processes that are left: the agent starts a fresh process
+in the place of a dead one, and leaves the others alone. Where that would not help, all workers start again.
 """
 
 from __future__ import annotations

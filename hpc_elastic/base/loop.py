@@ -1,5 +1,6 @@
-"""The waits of a loop: for descriptors, the first of several times, what other threads put in. And for filesystems that
-may hang or refuse: they are accessed in another thread, a `FileExecutor`, and waited for in bounded time.
+"""The waits of a loop: for descriptors, for the first of several times, for what other threads put in, for filesystems.
+
+A filesystem may hang or refuse: it is accessed in another thread, a `FileExecutor`, and waited for in bounded time.
 
 A thread that asked a dead mount something can't be called back: not by a signal, and on some filesystems not by
 SIGKILL. An action that was given up may still happen when the mount comes back.

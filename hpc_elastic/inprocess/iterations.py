@@ -1,7 +1,7 @@
 """Carries out the table of a call's phases on one rank: one method per phase, which returns the event.
 
-Beside it the `MonitorThread` of each iteration notices
-a fault anywhere, aborts, and gets the main thread out.
+In each iteration a `MonitorThread` runs beside it. It notices a fault of any rank, aborts, and gets the main thread
+out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Signs of life: those that one participant gives, and its failure detector: which nodes live, are suspect, or dead.
+"""The signs of life that a participant gives, and its failure detector: which other nodes live, are suspect, or dead.
 
 Each node sends a beat, a datagram, every second, and rewrites its heartbeat, a counter in the store, more rarely.
 

@@ -1,4 +1,4 @@
-"""Ranks as a run stands still, or its round broke: what each does, ``--hangs``, and what nodes write about it.
+"""The activity of ranks while a run stands still, and when its round broke; and the option ``--hangs``.
 
 The activity of a rank, with its last collectives, is part of the event ``ranks_observed``; the files in ``suspicions/``
 are there while workers make no progress.

@@ -110,9 +110,13 @@ def test_times_of_more_than_64_bits_end_there(tmp_path: Path) -> None:
     assert [line.written_ns for line in EventFile(path).events()] == [(1 << 63) - 1] * 2
 
 
-def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"\n"b": 1}\n{"event": "c"}\n')
-    assert list(read_events(tmp_path)) == [{"event": "c"}]
+@pytest.mark.parametrize(
+    "torn",
+    [b'{"event": "agent_failed"\n"b": 1}', b'{"event": "agent_failed",\n"t": 1}', b'{"event": "agent_failed"}' * 2],
+)
+def test_torn_lines_make_no_event(tmp_path: Path, torn: bytes) -> None:
+    (tmp_path / "x.jsonl").write_bytes(torn + b'\n{"event": "agent_ended"}\n')
+    assert list(read_events(tmp_path)) == [{"event": "agent_ended"}]
 
 
 def test_what_comes_later_is_read_later(tmp_path: Path) -> None:
