@@ -37,8 +37,8 @@ from hpc_elastic.options.run_request import ALL_OPTIONS  # noqa: E402
 from hpc_elastic.options.table import Keys, key_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
-from hpc_elastic.run import agent_events, coordinator_events, supervisor_events  # noqa: E402
-from hpc_elastic.run.events import RunEvent, name_of  # noqa: E402
+from hpc_elastic.run import agent_events, control_events  # noqa: E402
+from hpc_elastic.run.events import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent, name_of  # noqa: E402
 
 
 def _life() -> ModuleType:
@@ -345,12 +345,12 @@ COMMON_FIELDS = ("round", "reason", "restarts_used", "node", "host", "name")
 """They are in many events, and are left out unless a text says more; the page explains them once."""
 
 
-def events_table(module: ModuleType) -> str:
-    """A module's events, one an item: what each says, and its fields."""
+def events_table(module: ModuleType, writers: type[RunEvent]) -> str:
+    """The events of a module that one kind of writer writes, one an item: what each says, and its fields."""
     words = words_of_fields(Path(str(module.__file__)))
     lines = []
     for kind in vars(module).values():
-        if not (isinstance(kind, type) and issubclass(kind, RunEvent) and kind.__module__ == module.__name__):
+        if not (isinstance(kind, type) and issubclass(kind, writers) and kind.__module__ == module.__name__):
             continue
         names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
         texts = [(shown, words[kind.__name__].get(name, "")) for name, shown in names]
@@ -370,11 +370,11 @@ def events_page() -> str:
     sections = [
         before,
         "## Supervisor\n",
-        events_table(supervisor_events),
+        events_table(control_events, SupervisorEvent),
         "## Agent\n",
-        events_table(agent_events),
+        events_table(agent_events, AgentEvent),
         "## Coordinator\n\nIts events are in the file of the agent that coordinates.\n",
-        events_table(coordinator_events),
+        events_table(control_events, CoordinatorEvent),
     ]
     return "\n".join(sections) + heading + after
 

@@ -30,9 +30,9 @@ from hpc_elastic.rendezvous.succession import (
     EndUnclaimed,
     NodesCutOff,
 )
+from hpc_elastic.run.control_events import NodeGivenUp
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNCONFIRMED_CODE, UNHEALTHY_CODE, ExitCode, Outcome
-from hpc_elastic.run.supervisor_events import NodeGivenUp
 from hpc_elastic.store.file_store import StoreRefusedError, StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, signals_unblocked
 

@@ -21,8 +21,7 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.proposals import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
-from hpc_elastic.run import agent_events
-from hpc_elastic.run import coordinator_events as coordinator
+from hpc_elastic.run import agent_events, control_events
 from hpc_elastic.run.agent_events import HealthCheckFailed
 from hpc_elastic.run.events import EventLog, RunEvent, name_of
 from hpc_elastic.run.option_values import shown_in_job_log
@@ -197,27 +196,27 @@ def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str])
     events.write(event)
     what = name_of(event).replace("_", " ")
     match event:
-        case coordinator.NodeMissing():
+        case control_events.NodeMissing():
             logger.warning("node %s has not joined: the round starts without it", _name(nodes, event.node))
-        case coordinator.NodeLost() | coordinator.SpareLost():
+        case control_events.NodeLost() | control_events.SpareLost():
             why = f": {event.reason}" if event.age >= 1 else ""
             logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), why)
-        case coordinator.RunClosed():  # the report says of which failure
+        case control_events.RunClosed():  # the report says of which failure
             logger.info("%s (round %s): %s", what, event.round, event.reason.partition(": rank ")[0])
-        case coordinator.RoundOpened() | coordinator.CoordinatorChanged():
+        case control_events.RoundOpened() | control_events.CoordinatorChanged():
             logger.info("%s (round %s): %s", what, event.round, event.reason)
-        case coordinator.NodesWaiting() | coordinator.NodesAsked():
+        case control_events.NodesWaiting() | control_events.NodesAsked():
             logger.info("%s (round %s): %s", what, event.round, event.reason)
-        case coordinator.LinkLost():
+        case control_events.LinkLost():
             logger.warning("%s: %s", event.host or f"node {event.node}", event.reason)
-        case coordinator.SignalHeard() | coordinator.NoticeGiven() | coordinator.StepAgreed():
+        case control_events.SignalHeard() | control_events.NoticeGiven() | control_events.StepAgreed():
             logger.info("%s", event.reason)
-        case coordinator.NodeLeft():
+        case control_events.NodeLeft():
             logger.warning("node %s left: %s", event.host or event.node, event.reason)
-        case coordinator.NodeReplaced():
+        case control_events.NodeReplaced():
             come, gone = event.host or event.node, event.replaces_host or event.replaces_node
             logger.warning("%s took the place of %s (node %s of the round)", come, gone, event.group_rank)
-        case coordinator.RoundFrozen() if event.reason.startswith("restart"):
+        case control_events.RoundFrozen() if event.reason.startswith("restart"):
             logger.info("%s", event.reason)  # "restart 1 of 3 (2 left) after: …"
 
 

@@ -25,8 +25,7 @@ from hpc_elastic.output.log_reader import FollowedFiles
 from hpc_elastic.output.terminal import harmless
 from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.run import agent_events as of_agent
-from hpc_elastic.run import coordinator_events as of_coordinator
-from hpc_elastic.run import supervisor_events as of_supervisor
+from hpc_elastic.run import control_events
 from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import AttemptPaths
@@ -34,11 +33,11 @@ from hpc_elastic.run.paths import AttemptPaths
 _BAD = (
     of_agent.WorkerFailed, of_agent.HangFound, of_agent.HangSuspected, of_agent.SlowRankFound, of_agent.RunSlowed,
     of_agent.AgentFailed, of_agent.HealthCheckFailed, of_agent.OutputLost, of_agent.EventsDropped,
-    of_agent.FilesystemRefused, of_coordinator.NodeLost,
+    of_agent.FilesystemRefused, control_events.NodeLost,
 )  # fmt: skip
 _DECISIONS = (
-    of_supervisor.AttemptStarted, of_supervisor.RequeueDecided, of_supervisor.VerdictReached,
-    of_coordinator.RoundFrozen, of_coordinator.RunClosed,
+    control_events.AttemptStarted, control_events.RequeueDecided, control_events.VerdictReached,
+    control_events.RoundFrozen, control_events.RunClosed,
 )  # fmt: skip
 _BATCH_NODE = -1
 
@@ -190,7 +189,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _silence(event: of_coordinator.NodeLost | of_coordinator.SpareLost) -> str:
+def _silence(event: control_events.NodeLost | control_events.SpareLost) -> str:
     return "" if event.reason else f": no heartbeat for {event.age:.1f} s"
 
 
@@ -198,31 +197,31 @@ def _to_the_end(over: bool) -> str:
     return "" if over else ", to the end"
 
 
-def _attempt_started(event: of_supervisor.AttemptStarted) -> str:
+def _attempt_started(event: control_events.AttemptStarted) -> str:
     job = f", job {event.job_id}" if event.job_id else ""
     armed = "enabled" if event.requeue_armed else f"not enabled: {event.requeue_reason or 'no reason'}"
     return f"attempt {event.attempt}{job}, {plural(len(event.nodes), 'node')}; requeue {armed}"
 
 
-def _superseded(event: of_supervisor.AttemptSuperseded) -> str:
+def _superseded(event: control_events.AttemptSuperseded) -> str:
     ended = f"; it has ended on {', '.join(event.ended)}" if event.ended else ""
     silent = f"; not heard from: {', '.join(event.silent)}" if event.silent else ""
     return f"attempt {event.superseded} was superseded{ended}{silent}"
 
 
-def _agent_process_ended(event: of_supervisor.AgentProcessEnded) -> str:
+def _agent_process_ended(event: control_events.AgentProcessEnded) -> str:
     code = f"exit code {event.code}"
     detail = f" ({event.detail})" if event.detail not in ("", code) else ""
     return f"the agent on {event.name or f'node {event.node}'} ended, {code}{detail}"
 
 
-def _signal_decided(event: of_supervisor.SignalDecided) -> str:
+def _signal_decided(event: control_events.SignalDecided) -> str:
     until = f"the workers may save, it ends in {event.seconds:.0f} s"
     ends = until if event.saves else "all processes are killed now"
     return f"{event.meaning}, received by the {event.heard_by}; the job {event.slurm}: {ends}"
 
 
-def _nodes_judged(event: of_supervisor.NodesJudged) -> str:
+def _nodes_judged(event: control_events.NodesJudged) -> str:
     excluded = ", ".join(event.excluded)
     stays = "".join(f"; {one.node} stays: {one.reason}" for one in event.spared)
     return (f"the next attempt excludes {excluded}" if excluded else "bad nodes stay") + stays
@@ -253,25 +252,27 @@ def _workers_stopped(event: of_agent.WorkersStopped) -> str:
 
 _Table = Mapping[type[RunEvent], Callable[[Any], str]]
 _SENTENCES: _Table = {
-    of_supervisor.AttemptStarted: _attempt_started,
-    of_supervisor.AttemptSuperseded: _superseded,
-    of_supervisor.AgentsLaunched: lambda e: f"{plural(e.nodes, 'agent')} launched",
-    of_supervisor.AgentProcessEnded: _agent_process_ended,
-    of_supervisor.AgentRelaunched: lambda e: f"the agent on {e.name} is started again",
-    of_supervisor.NodeGivenUp: lambda e: f"{e.name or f'node {e.node}'} is given up ({_words(e.cause)})",
-    of_supervisor.SignalReceived: lambda e: f"{e.signal}{e.sender and ' ' + e.sender}: the end of the run is asked for",
-    of_supervisor.SignalDecided: _signal_decided,
-    of_supervisor.VerdictReached: lambda e: _words(e.outcome),
-    of_supervisor.RequeueDecided: lambda e: {"requeue": "the job is requeued", "end": "the job ends"}.get(
+    control_events.AttemptStarted: _attempt_started,
+    control_events.AttemptSuperseded: _superseded,
+    control_events.AgentsLaunched: lambda e: f"{plural(e.nodes, 'agent')} launched",
+    control_events.AgentProcessEnded: _agent_process_ended,
+    control_events.AgentRelaunched: lambda e: f"the agent on {e.name} is started again",
+    control_events.NodeGivenUp: lambda e: f"{e.name or f'node {e.node}'} is given up ({_words(e.cause)})",
+    control_events.SignalReceived: lambda e: (
+        f"{e.signal}{e.sender and ' ' + e.sender}: the end of the run is asked for"
+    ),
+    control_events.SignalDecided: _signal_decided,
+    control_events.VerdictReached: lambda e: _words(e.outcome),
+    control_events.RequeueDecided: lambda e: {"requeue": "the job is requeued", "end": "the job ends"}.get(
         e.action, e.action
     ),
-    of_supervisor.NodesCompared: lambda e: (
+    control_events.NodesCompared: lambda e: (
         f"Slurm and the run {'disagree' if e.taken or e.kept else 'agree'} about the nodes"
     ),
-    of_supervisor.NodesJudged: _nodes_judged,
-    of_supervisor.AttemptRequeued: lambda e: "the next attempt is queued",
-    of_supervisor.AttemptEnded: lambda e: f"{_words(e.outcome)}, exit code {e.exit_code}",
-    of_supervisor.EndTakenOver: lambda e: f"this node finishes the attempt, for agent {e.by}",
+    control_events.NodesJudged: _nodes_judged,
+    control_events.AttemptRequeued: lambda e: "the next attempt is queued",
+    control_events.AttemptEnded: lambda e: f"{_words(e.outcome)}, exit code {e.exit_code}",
+    control_events.EndTakenOver: lambda e: f"this node finishes the attempt, for agent {e.by}",
     of_agent.AgentStarted: lambda e: f"pid {e.pid}, version {e.version}",
     of_agent.AgentEnded: lambda e: f"ended, exit code {e.code}",
     of_agent.AgentFailed: lambda e: f"the agent itself failed: {e.error} at {e.where}",
@@ -301,11 +302,11 @@ _SENTENCES: _Table = {
     of_agent.HangSuspected: lambda e: f"the run seems to hang: {e.reason}",
     of_agent.SlowRankFound: lambda e: str(e.slow),
     of_agent.RunSlowed: lambda e: str(e.pace),
-    of_coordinator.RoundOpened: lambda e: f"round {e.round} opened",
-    of_coordinator.RoundConfirmed: lambda e: f"round {e.round} confirmed by all",
-    of_coordinator.NodeMissing: lambda e: f"round {e.round} begins without node {e.node}",
-    of_coordinator.StepAgreed: lambda e: f"round {e.round}",
-    of_coordinator.RunClosed: lambda e: f"the run is closed in round {e.round}: {_words(e.outcome)}",
+    control_events.RoundOpened: lambda e: f"round {e.round} opened",
+    control_events.RoundConfirmed: lambda e: f"round {e.round} confirmed by all",
+    control_events.NodeMissing: lambda e: f"round {e.round} begins without node {e.node}",
+    control_events.StepAgreed: lambda e: f"round {e.round}",
+    control_events.RunClosed: lambda e: f"the run is closed in round {e.round}: {_words(e.outcome)}",
 }
 _OF_ROUND: _Table = {
     of_agent.RoundFinal: lambda e: (
@@ -346,23 +347,23 @@ _OF_ROUND: _Table = {
     of_agent.WorkersStopping: lambda e: "workers are being stopped",
     of_agent.WorkersStopped: _workers_stopped,
     of_agent.WorkersSucceeded: lambda e: "all workers here ended with 0",
-    of_coordinator.RoundFrozen: lambda e: f"{plural(len(e.nodes), 'node')} are in",
-    of_coordinator.NodesWaiting: lambda e: "nodes wait",
-    of_coordinator.NodesAsked: lambda e: "checking whether nodes are alive",
-    of_coordinator.CoordinatorChanged: lambda e: "this node coordinates now",
-    of_coordinator.SignalHeard: lambda e: "the supervisor is asked what a signal means",
-    of_coordinator.NoticeGiven: lambda e: f"the job is about to end; workers have {e.seconds:.0f} s to save",
+    control_events.RoundFrozen: lambda e: f"{plural(len(e.nodes), 'node')} are in",
+    control_events.NodesWaiting: lambda e: "nodes wait",
+    control_events.NodesAsked: lambda e: "checking whether nodes are alive",
+    control_events.CoordinatorChanged: lambda e: "this node coordinates now",
+    control_events.SignalHeard: lambda e: "the supervisor is asked what a signal means",
+    control_events.NoticeGiven: lambda e: f"the job is about to end; workers have {e.seconds:.0f} s to save",
 }
 """Behind the round's number."""
 _OF_NODE: Mapping[type[RunEvent], Callable[[Any, str], str]] = {
-    of_coordinator.NodeLost: lambda e, name: f"{name} is taken out of round {e.round}{_silence(e)}",
-    of_coordinator.NodeLeft: lambda e, name: f"{name} left",
-    of_coordinator.SpareLost: lambda e, name: f"{name}, which waited for a place, had died{_silence(e)}",
-    of_coordinator.NodeReplaced: lambda e, name: (
+    control_events.NodeLost: lambda e, name: f"{name} is taken out of round {e.round}{_silence(e)}",
+    control_events.NodeLeft: lambda e, name: f"{name} left",
+    control_events.SpareLost: lambda e, name: f"{name}, which waited for a place, had died{_silence(e)}",
+    control_events.NodeReplaced: lambda e, name: (
         f"round {e.round}: {name} took the place of {e.replaces_host or f'node {e.replaces_node}'} "
         f"(node {e.group_rank} of the round)"
     ),
-    of_coordinator.LinkLost: lambda e, name: (
+    control_events.LinkLost: lambda e, name: (
         f"the network link to {name} was lost for {e.seconds:.0f} s{_to_the_end(e.over)}"
     ),
 }

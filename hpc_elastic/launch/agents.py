@@ -24,11 +24,11 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
+from hpc_elastic.run.control_events import AgentProcessEnded, AgentRelaunched, AgentsLaunched, NodeGivenUp
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import is_everywhere
 from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp, RunPaths
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.run.supervisor_events import AgentProcessEnded, AgentRelaunched, AgentsLaunched, NodeGivenUp
 from hpc_elastic.workers.tree import node_key
 
 logger = logging.getLogger(__name__)

@@ -41,6 +41,7 @@ from hpc_elastic.launch.slurm_site import SlurmSite, own_script
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
 from hpc_elastic.rendezvous.succession import claim_end
+from hpc_elastic.run.control_events import EndTakenOver
 from hpc_elastic.run.paths import (
     UNCONFIRMED_CODE,
     AttemptInfo,
@@ -51,7 +52,6 @@ from hpc_elastic.run.paths import (
     load_result,
 )
 from hpc_elastic.run.spec import RunSpec, Runtime
-from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.slurm.commands import SlurmError
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
 from hpc_elastic.store.file_store import FileStore, StoreError

@@ -32,6 +32,14 @@ from hpc_elastic.launch.requeue import (
 )
 from hpc_elastic.launch.site import AttemptContext, JobCondition, Site
 from hpc_elastic.rendezvous.round_log import RESERVE
+from hpc_elastic.run.control_events import (
+    AttemptEnded,
+    AttemptRequeued,
+    NodesJudged,
+    RequeueDecided,
+    SparedNode,
+    VerdictReached,
+)
 from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.node_score import (
     Evidence,
@@ -47,14 +55,6 @@ from hpc_elastic.run.node_score import (
 from hpc_elastic.run.option_values import RequeueChoice, Scope
 from hpc_elastic.run.paths import ExitCode, Outcome, RunPaths, StoredResult, load_result, outcome_text
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.run.supervisor_events import (
-    AttemptEnded,
-    AttemptRequeued,
-    NodesJudged,
-    RequeueDecided,
-    SparedNode,
-    VerdictReached,
-)
 
 if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory

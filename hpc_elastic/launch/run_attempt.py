@@ -38,10 +38,10 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import reserve_room
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
+from hpc_elastic.run.control_events import AttemptStarted
 from hpc_elastic.run.fold import fold_run
 from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, LocalSupervisor, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec
-from hpc_elastic.run.supervisor_events import AttemptStarted
 from hpc_elastic.slurm.job_environment import compress
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import read_secret

@@ -25,10 +25,10 @@ from hpc_elastic.base.loop import FileExecutor, Inbox, start_thread
 from hpc_elastic.launch.agents import Launcher
 from hpc_elastic.launch.requeue import EligibleNodes, NextAttempt, Requeued
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
+from hpc_elastic.run.control_events import NodesCompared, SignalDecided
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, Outcome, RunPaths
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.run.supervisor_events import NodesCompared, SignalDecided
 from hpc_elastic.slurm.commands import SlurmError, SlurmUnavailableError
 from hpc_elastic.slurm.job_environment import compress
 

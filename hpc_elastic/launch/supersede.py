@@ -30,8 +30,8 @@ from hpc_elastic.rendezvous.round_log import RoundLog, record_name
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RendezvousStateError, RoundRecord, host_of, node_of
 from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, claim_end, close_run, newest_agents
+from hpc_elastic.run.control_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.run.paths import AttemptPaths, ExitCode, Outcome, StoredResult
-from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.job_environment import compress
 from hpc_elastic.store.file_store import FileStore, Store
 from hpc_elastic.store.notifier import Notifier, read_secret

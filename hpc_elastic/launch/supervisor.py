@@ -25,9 +25,9 @@ from hpc_elastic.rendezvous.participant import Refreshed
 from hpc_elastic.rendezvous.state import RoundRecord, RunNotice, Status, seconds_to_save
 from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, AgentsDeparted, EndClaimed
 from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, PlatformFailure
+from hpc_elastic.run.control_events import EndTakenOver, SignalReceived
 from hpc_elastic.run.events import EventLog, RunEvent
 from hpc_elastic.run.paths import AttemptInfo, Outcome
-from hpc_elastic.run.supervisor_events import EndTakenOver, SignalReceived
 from hpc_elastic.store.file_store import StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue
 

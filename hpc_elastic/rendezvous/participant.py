@@ -28,7 +28,7 @@ from hpc_elastic.rendezvous.round_log import RoundLog, record_name, record_numbe
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Ending, Listener, NodesCutOff, Succession
-from hpc_elastic.run.coordinator_events import RoundOpened
+from hpc_elastic.run.control_events import RoundOpened
 from hpc_elastic.run.events import CoordinatorEvent, RunEvent
 from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.notifier import Notifier

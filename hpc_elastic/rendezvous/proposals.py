@@ -35,7 +35,7 @@ from hpc_elastic.rendezvous.state import (
     next_status,
     node_of,
 )
-from hpc_elastic.run.coordinator_events import (
+from hpc_elastic.run.control_events import (
     CoordinatorChanged,
     LinkLost,
     NodeLeft,

@@ -310,7 +310,7 @@ class Ending:
             if self._in_charge:
                 self._listener.on_event(EndClaimed(by=self._uid))
             elif self._in_charge is False:
-                from hpc_elastic.run.supervisor_events import EndTakenOver  # the supervisor's alone
+                from hpc_elastic.run.control_events import EndTakenOver  # the supervisor's alone
 
                 self._listener.on_event(EndTakenOver(by=self._store.get(_BY) or ""))
         if self._all_departed:

@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import drift_ns
 from hpc_elastic.failures.ranking import PRINTED_NS, Moment
 from hpc_elastic.run.agent_events import AgentStarted, ClockCompared, RoundFinal
+from hpc_elastic.run.control_events import AttemptStarted
 from hpc_elastic.run.event_reader import EventLine, read_events
 from hpc_elastic.run.events import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
-from hpc_elastic.run.supervisor_events import AttemptStarted
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure

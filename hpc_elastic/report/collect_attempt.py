@@ -28,13 +28,12 @@ from hpc_elastic.report.history import (
     read_outage,
 )
 from hpc_elastic.run import agent_events as of_agent
-from hpc_elastic.run import coordinator_events as of_coordinator
-from hpc_elastic.run import supervisor_events as of_supervisor
+from hpc_elastic.run import control_events
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import REFUSED_CODE, UNHEALTHY_CODE, ExitCode, is_job_id
 
-_OF_ATTEMPT = (of_coordinator.RunClosed, of_coordinator.NodeMissing, of_coordinator.LinkLost)
+_OF_ATTEMPT = (control_events.RunClosed, control_events.NodeMissing, control_events.LinkLost)
 """Events that name a round, and are none of it."""
 _MOST_WORDS = 300
 _MOST_REASON = 400
@@ -61,7 +60,7 @@ class AttemptBuilder(Struct):
     not_committed: tuple[int, of_agent.CheckpointNotCommitted | None] = (0, None)
     """The last one, with its time."""
     missing: set[int] = field(default_factory=set)
-    closed: of_coordinator.RunClosed = field(default_factory=lambda: of_coordinator.RunClosed(round=-1, outcome=""))
+    closed: control_events.RunClosed = field(default_factory=lambda: control_events.RunClosed(round=-1, outcome=""))
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
@@ -98,18 +97,18 @@ class AttemptBuilder(Struct):
         """A supervisor's event has the node that it is about, an agent's its own."""
         node, when = line.node, line.written_ns
         match event:
-            case of_coordinator.RunClosed():
+            case control_events.RunClosed():
                 self.closed = event
-            case of_supervisor.AttemptStarted():
+            case control_events.AttemptStarted():
                 self.history.started_ns = when
                 self.history.job_id = event.job_id if is_job_id(event.job_id) else self.history.job_id
                 self.history.nodes = event.nodes or self.history.nodes
-            case of_supervisor.AgentProcessEnded():
+            case control_events.AgentProcessEnded():
                 self._agent_ended(event, when)
-            case of_supervisor.AgentRelaunched():
+            case control_events.AgentRelaunched():
                 self.relaunched.append((-1 if node is None else node, event.name))
                 self.replaced_ends += [end for end in reversed(self.history.agent_ends) if end.name == event.name][:1]
-            case of_supervisor.NodeGivenUp() if event.node >= 0:
+            case control_events.NodeGivenUp() if event.node >= 0:
                 name, reason = event.name or self.name_of(event.node), event.reason[:_MOST_REASON]
                 loss = _seen_by_supervisor(node=event.node, host=name, cause=event.cause, reason=reason, seen_ns=when)
                 self.given_up[event.node] = loss
@@ -117,15 +116,15 @@ class AttemptBuilder(Struct):
                 self.agents.setdefault(node, AgentTimes(node, line.host)).started_ns.append(when)
             case of_agent.AgentEnded() if node is not None and node >= 0:
                 self.agents.setdefault(node, AgentTimes(node, line.host)).ended_ns.append(when)
-            case of_supervisor.SignalReceived():
+            case control_events.SignalReceived():
                 self.history.notices += (event.signal,)
-            case of_supervisor.SignalDecided():
+            case control_events.SignalDecided():
                 self.history.meaning = event.meaning
-            case of_supervisor.VerdictReached():
+            case control_events.VerdictReached():
                 self.history.outcome, self.history.reason = self.history.outcome or event.outcome, event.reason
-            case of_supervisor.RequeueDecided():
+            case control_events.RequeueDecided():
                 self.history.decision = f"{event.action}: {event.reason}"
-            case of_supervisor.AttemptEnded():
+            case control_events.AttemptEnded():
                 self.history.ended_ns, self.history.outcome = when, event.outcome or self.history.outcome
                 self.history.exit_code = event.exit_code
             case of_agent.AgentFailed() if node is not None:
@@ -143,14 +142,14 @@ class AttemptBuilder(Struct):
                 self.history.committed = event if before is None or event.step >= before.step else before
             case of_agent.CheckpointNotCommitted():
                 self.not_committed = max(self.not_committed, (when, event), key=lambda one: one[0])
-            case of_coordinator.NodeMissing() if event.node >= 0:
+            case control_events.NodeMissing() if event.node >= 0:
                 self.missing.add(event.node)
             case of_agent.OutputLost():
                 self.history.output_lost += (read_incident(OutputLoss, line, event, node=line.node or 0),)
-            case of_agent.FilesystemRefused() | of_coordinator.LinkLost():
+            case of_agent.FilesystemRefused() | control_events.LinkLost():
                 self.history.outages += (read_outage(line, event),)
 
-    def _agent_ended(self, event: of_supervisor.AgentProcessEnded, when: int) -> None:
+    def _agent_ended(self, event: control_events.AgentProcessEnded, when: int) -> None:
         code, name, node = event.code, event.name, event.node
         if not event.started and name:
             self.unstarted.setdefault(name, event.detail)

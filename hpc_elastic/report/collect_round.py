@@ -30,7 +30,7 @@ from hpc_elastic.report.history import (
     read_incident,
 )
 from hpc_elastic.run import agent_events as of_agent
-from hpc_elastic.run import coordinator_events as of_coordinator
+from hpc_elastic.run import control_events
 from hpc_elastic.run.activities import MOST_NAMED
 from hpc_elastic.run.event_reader import EVENTS, EventLine
 from hpc_elastic.run.events import RunEvent
@@ -166,20 +166,20 @@ class RoundBuilder(Struct):
                 self._reached("ended_ns", node, when).succeeded = True
             case of_agent.WorkerFailed():
                 self._take_failure(event, when, node, host)
-            case of_coordinator.NodeLost():
+            case control_events.NodeLost():
                 self.lost[node] = self._loss(line, age=event.age, observer=line.by)
-            case of_coordinator.NodeLeft():
+            case control_events.NodeLeft():
                 self.left[node] = self._loss(line, left=event.reason or "no reason was given", observer=line.by)
             case of_agent.HealthCheckFailed():
                 self.lost[node] = self._loss(line, left=event.reason, observer=node)
             case of_agent.PlatformFailure():
                 self.others["own_failures"][node] = self._loss(line, broke=event.reason, observer=node)
-            case of_coordinator.RoundOpened():
+            case control_events.RoundOpened():
                 self.history.reason = event.reason
-            case of_coordinator.RoundFrozen():
+            case control_events.RoundFrozen():
                 self.frozen_reason, self.restarts_used = event.reason, event.restarts_used
                 self.chosen, self.explained = event.nodes, event.explained
-            case of_coordinator.NodeReplaced():
+            case control_events.NodeReplaced():
                 gone = event.replaces_node
                 names = {"host": host or f"node {node}", "replaces_host": event.replaces_host or f"node {gone}"}
                 known = {**names, "node": node, "group_rank": -1 if event.group_rank is None else event.group_rank}

@@ -27,7 +27,7 @@ from hpc_elastic.run.agent_events import (
     SlowRankEnded,
     StreamLoss,
 )
-from hpc_elastic.run.coordinator_events import LinkLost
+from hpc_elastic.run.control_events import LinkLost
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource

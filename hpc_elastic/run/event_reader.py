@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
 from hpc_elastic.base.files import Owner, has_long_number, names_in, open_file, parse_json, read_again
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
-from hpc_elastic.run.events import RunEvent, name_of
+from hpc_elastic.run import agent_events, control_events
+from hpc_elastic.run.events import RunEvent, SupervisorEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 
 LONGEST_EVENT = 4 << 20
@@ -38,13 +38,13 @@ _TOO_LONG = f"a line is longer than {LONGEST_EVENT} bytes"
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
 
 
-def _defined_in(module: ModuleType) -> dict[str, type[RunEvent]]:
+def _defined_in(module: ModuleType, base: type[RunEvent]) -> dict[str, type[RunEvent]]:
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
-    return {name_of(kind): kind for kind in kinds if issubclass(kind, RunEvent)}
+    return {name_of(kind): kind for kind in kinds if issubclass(kind, base)}
 
 
-SUPERVISOR_EVENTS = _defined_in(supervisor_events)
-EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordinator_events)}
+SUPERVISOR_EVENTS = _defined_in(control_events, SupervisorEvent)
+EVENTS = {**_defined_in(control_events, RunEvent), **_defined_in(agent_events, RunEvent)}
 """The type of each event, by its name in the file. ``agent_ended``, which two write, is the agent's here."""
 _ANY_EVENT: Any = Union[tuple(EVENTS.values())]  # noqa: UP007 (made at run time)
 

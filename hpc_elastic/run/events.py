@@ -5,10 +5,9 @@ A file is JSON lines of one writer; all are read together afterwards. A line is 
 (node index in Slurm's order, or -1), ``role`` (``supervisor`` or ``agent``), ``event`` (its name) and the event's own
 fields. Times of two hosts are shown, never subtracted.
 
-Each event is a type, which writers build and readers get back. The types stand by their writers: `supervisor_events`,
-`agent_events` and `coordinator_events`. The class's name in snake case, or its `tag`, is the event's name in the file.
-A line of an earlier version may lack a field with a default; a line without one of the others is useless. Durations are
-seconds; `round` is the round's index in the attempt.
+Each event is a type, which writers build and readers get back: see `agent_events` and `control_events`. The class's
+name in snake case, or its `tag`, is the event's name in the file. A line of an earlier version may lack a field with a
+default; a line without one of the others is useless. Durations are seconds; `round` is its index in the attempt.
 
 docs/reference/events.md is generated: a class's docstring and the texts below its fields are its row.
 """

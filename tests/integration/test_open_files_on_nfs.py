@@ -16,7 +16,7 @@ from hpc_elastic.output.log_files import LogFile, TimesFile, times_path
 from hpc_elastic.output.log_reader import OutputReader, Place
 from hpc_elastic.output.log_streams import read_round_marks, streams_of
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.run.coordinator_events import RoundOpened
+from hpc_elastic.run.control_events import RoundOpened
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_pieces import PieceLimit, piece_path
 from hpc_elastic.run.paths import AttemptPaths

@@ -33,7 +33,7 @@ from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import describe_outages
 from hpc_elastic.run.agent_events import FilesystemRefused
-from hpc_elastic.run.coordinator_events import LinkLost
+from hpc_elastic.run.control_events import LinkLost
 from hpc_elastic.run.event_reader import event_line
 from hpc_elastic.run.paths import GivenUp, Outcome, StoredResult
 from hpc_elastic.submission.outcome import state_of as state_of_end

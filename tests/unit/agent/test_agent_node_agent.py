@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, RunNotice, Status
 from hpc_elastic.rendezvous.succession import EndClaimed, EndUnclaimed
 from hpc_elastic.run.activities import Activity, Doing, HangSettings, OnHang, RankSockets, Source
-from hpc_elastic.run.coordinator_events import RunClosed
+from hpc_elastic.run.control_events import RunClosed
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
 from hpc_elastic.store.file_store import StoreError

@@ -16,7 +16,7 @@ from hpc_elastic.launch.site import (
     JobWatch,
     nodes_differ,
 )
-from hpc_elastic.run.supervisor_events import NodesCompared
+from hpc_elastic.run.control_events import NodesCompared
 from hpc_elastic.slurm.client import CommandResult, SlurmClient
 from hpc_elastic.slurm.commands import JobId, SlurmError, SlurmUnavailableError
 from tests.rigs.event_pairs import log_into_dicts

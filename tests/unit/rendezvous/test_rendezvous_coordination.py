@@ -18,7 +18,7 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.peers import BeatPlan
 from hpc_elastic.rendezvous.schedule import Lease, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.coordinator_events import RunClosed
+from hpc_elastic.run.control_events import RunClosed
 from hpc_elastic.store.file_store import StoreError, StoreFullError
 from hpc_elastic.store.notifier import Notifier
 from tests.rigs.fake_clock import FakeClock

@@ -26,7 +26,7 @@ from hpc_elastic.rendezvous.state import (
     Status,
     decode_record,
 )
-from hpc_elastic.run.coordinator_events import NodeLost
+from hpc_elastic.run.control_events import NodeLost
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import Outcome
 

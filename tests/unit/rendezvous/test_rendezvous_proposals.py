@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from hpc_elastic.rendezvous.proposals import EVENTS, consequences, propose, propose_close, to_event
 from hpc_elastic.rendezvous.state import Member, RoundEvent, RoundRecord, RunNotice, Status
 from hpc_elastic.run import event_reader
-from hpc_elastic.run.coordinator_events import NodeLost, NoticeGiven, RoundFrozen, RunClosed
+from hpc_elastic.run.control_events import NodeLost, NoticeGiven, RoundFrozen, RunClosed
 from hpc_elastic.run.events import name_of
 from hpc_elastic.run.paths import Outcome
 

@@ -13,10 +13,10 @@ from msgspec.structs import fields
 import hpc_elastic
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.run.agent_events import AgentEnded, RoundFinal, StacksTaken, WorkerFailed, WorkersStopped
+from hpc_elastic.run.control_events import AgentProcessEnded
 from hpc_elastic.run.event_reader import EVENTS, read_event, read_events
 from hpc_elastic.run.events import AgentEvent, CoordinatorEvent, EventLog, RunEvent, SupervisorEvent, name_of
 from hpc_elastic.run.heartbeats import RankHeartbeat
-from hpc_elastic.run.supervisor_events import AgentProcessEnded
 from tests.rigs.event_samples import KINDS, sample
 from tests.rigs.fake_clock import FakeClock
 
