@@ -22,7 +22,7 @@ from hpc_elastic.cli.follow import ASK_SLURM_EVERY, SlurmWatch, show_to_end
 from hpc_elastic.cli.main import print_note
 from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
 from hpc_elastic.doctor.host import check_host, judge_pythons, look_at_python
-from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, judge_nodes, plan_job, unfinished
+from hpc_elastic.doctor.node_job import DOCTOR_TAKEN, ProbedNode, ProbeJob, collect, judge_nodes, plan_job, unfinished
 from hpc_elastic.doctor.slurm_checks import SavedFindings, SlurmFacts, ask_slurm, check_slurm, save_findings
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
@@ -34,7 +34,7 @@ from hpc_elastic.output.terminal import one_line
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.commands import SlurmError
 
-HELP = Help(
+DOCTOR_HELP = Help(
     usage="hpc-elastic doctor [--nodes N] [options]",
     description="Checks whether this cluster, account and installation let a run work: what Slurm is set to, files, "
     "software. With --nodes it then submits a short job with so many nodes, which measure the same and more "
@@ -45,7 +45,7 @@ HELP = Help(
         ("hpc-elastic doctor -p gpu --nodes 2 --gpus-per-node 1 --save", "two nodes of it, too; submit then warns"),
     ),
 )
-OPTIONS = (
+DOCTOR_OPTIONS = (
     define(Group.JOB, "-N", "--nodes", metavar="N|MIN-MAX", in_files=False,
         help="examine so many nodes too, in a short job (default: no job; this host is judged for a run of 2)"),
     define(Group.SHOWN, "--json", in_files=False,
@@ -55,9 +55,9 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
+def main_doctor(argv: Sequence[str]) -> int:
     clock, env = SystemClock(), os.environ
-    parsed = read_command_line(argv, subcommand="doctor", help_=HELP, env=env, own=OPTIONS, taken=TAKEN)
+    parsed = read_command_line(argv, subcommand="doctor", help_=DOCTOR_HELP, env=env, own=DOCTOR_OPTIONS, taken=DOCTOR_TAKEN)
     if parsed is None:
         return 0
     with explaining(parsed):

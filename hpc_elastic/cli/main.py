@@ -28,7 +28,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "report": ("report", "show what failed first, and why"),
     "logs": ("logs", "show the output of all workers, or with --events what was done and decided, and why"),
     "status": ("status", "show the state of a run: nodes, steps, restarts, what Slurm says"),
-    "hangs": ("hangs", "find the rank that the others wait for, from dumps of torch's flight recorder"),
+    "hangs": ("report", "find the rank that the others wait for, from dumps of torch's flight recorder"),
     "list": ("list_runs", "list runs with their states"),
     "doctor": ("doctor", "check whether this cluster, account and installation let a run work, and what to do"),
     "rehearse": ("rehearse", "run a script with planted faults, and judge whether it really resumes"),

@@ -26,7 +26,7 @@ from hpc_elastic.rehearsal.live_run import RehearsalOptions
 from hpc_elastic.rehearsal.rehearse import Rehearsal, as_json, as_page, as_text
 from hpc_elastic.run.spec import EntryKind, RunSpec
 
-HELP = Help(
+REHEARSE_HELP = Help(
     usage="hpc-elastic rehearse [options of submit] SCRIPT [script arguments...]",
     description="Runs the script small and undisturbed, then again with faults: kills, an exception, a notice; on "
     "this machine, or with --cluster slurm as jobs on the cluster. Reports whether it resumed, from which step, how "
@@ -45,7 +45,7 @@ HELP = Help(
 )
 
 
-OPTIONS = tuple(
+REHEARSE_OPTIONS = tuple(
     define(
         Group.SHOWN, f"--{name}", metavar=metavar, repeatable=text.endswith("repeatable"), in_files=False,
         help=text,
@@ -66,14 +66,14 @@ _MOST_NODES = _MOST_WORKERS = 2
 """Small: of each, unless fewer are asked for."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main_rehearse(argv: Sequence[str]) -> int:
     env = os.environ
     if list(argv) in (["--faults", "list"], ["--faults=list"]):
         lines = [f"{kind.name:<12}{kind.title}{f'; {kind.need.value}' if kind.need else ''}" for kind in KINDS]
         lines.append(f"{'quick':<12}{', '.join(kind.name for kind in QUICK)}: those that find most\n")
         sys.stdout.write(each_line("\n".join(lines)))
         return 0
-    parsed = read_command_line(argv, subcommand="rehearse", help_=HELP, env=env, own=OPTIONS)
+    parsed = read_command_line(argv, subcommand="rehearse", help_=REHEARSE_HELP, env=env, own=REHEARSE_OPTIONS)
     if parsed is None:
         return 0
     with explaining(parsed):

@@ -34,7 +34,7 @@ from hpc_elastic.worker_api.preemption import preemption_notice
 
 NAME = "doctor"
 _ENDING = ".node.json"
-TAKEN = frozenset(
+DOCTOR_TAKEN = frozenset(
     (
         *job_options.AS_GIVEN,
         *("partition", "account", "qos", "time", "exclude", "gpus_per_node", "sbatch_args", "srun_args", "profile"),

@@ -11,7 +11,7 @@ import pytest
 from hpc_elastic.base import codec
 from hpc_elastic.doctor import node_job
 from hpc_elastic.doctor.findings import ProbeSettings
-from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, open_site, plan_job, probe_node
+from hpc_elastic.doctor.node_job import DOCTOR_TAKEN, ProbedNode, ProbeJob, collect, open_site, plan_job, probe_node
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import parse
 from hpc_elastic.run.paths import RunPaths
@@ -19,13 +19,13 @@ from hpc_elastic.run.spec import Runtime
 
 
 def plan(folder: Path, *argv: str, cluster: str = "slurm", env: dict[str, str] | None = None) -> ProbeJob:
-    options = [option for option in ALL_OPTIONS if option.dest in TAKEN | {"nodes"}]
+    options = [option for option in ALL_OPTIONS if option.dest in DOCTOR_TAKEN | {"nodes"}]
     parsed = parse([*argv, f"--chdir={folder}"], options, refused={})
     return plan_job(parsed, cluster=cluster, env=env or {})
 
 
 def test_all_options_that_it_takes_are_options_of_submit() -> None:
-    assert {option.dest for option in ALL_OPTIONS} >= TAKEN
+    assert {option.dest for option in ALL_OPTIONS} >= DOCTOR_TAKEN
 
 
 def test_it_is_a_short_run_of_one_probe_on_each_node_that_is_never_repeated(tmp_path: Path) -> None:
