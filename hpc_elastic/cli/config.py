@@ -255,8 +255,9 @@ class _Subcommands(click.Group):
         module = import_module(f"hpc_elastic.cli.{module_name}")
         if parameters := of_subcommand(module, "PARAMETERS", cmd_name):
             return click.Command(cmd_name, params=list(parameters), help=help_)
-        taken = options_of(cmd_name, of_subcommand(module, "OPTIONS", cmd_name) or (), of_subcommand(module, "TAKEN", cmd_name))
-        options = [_parameter(option) for option in taken if cmd_name not in option.ignored_by]
+        own, taken = (of_subcommand(module, what, cmd_name) for what in ("OPTIONS", "TAKEN"))
+        found = options_of(cmd_name, own or (), taken)
+        options = [_parameter(option) for option in found if cmd_name not in option.ignored_by]
         argument = click.Argument(["command"], nargs=-1, type=click.Path())
         if cmd_name == "config":
             keys = list(Keys(option for option in ALL_OPTIONS if option.in_files).by_name)

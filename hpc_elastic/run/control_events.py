@@ -1,4 +1,4 @@
-"""The events of what decides: the coordinator, about rounds and nodes, and the supervisor, about attempts and the job."""
+"""The events of what decides: the coordinator, about rounds and nodes; the supervisor, about attempts and jobs."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import pytest
 from docs import generate
 from hpc_elastic.cli import config
 from hpc_elastic.cli import main as cli
-from hpc_elastic.cli.doctor import OPTIONS as DOCTOR_OPTIONS
-from hpc_elastic.cli.rehearse import OPTIONS as REHEARSE_OPTIONS
+from hpc_elastic.cli.preflight import DOCTOR_OPTIONS, REHEARSE_OPTIONS
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import table, worker_options
 from hpc_elastic.options.run_request import ALL_OPTIONS
