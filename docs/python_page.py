@@ -50,7 +50,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("hpc_elastic.submission", "submission/executor.py:ElasticExecutor"),
             ("hpc_elastic.submission", "submission/job.py:ElasticJob"),
             ("hpc_elastic.submission", "submission/call.py:Script Module Command"),
-            ("hpc_elastic.submission", "submission/outcome.py:ElasticJobFailedError ElasticJobUncompletedError"),
+            ("hpc_elastic.submission", "submission/environment.py:ElasticJobFailedError ElasticJobUncompletedError"),
         ),
     ),
     (

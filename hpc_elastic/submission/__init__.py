@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from hpc_elastic.submission.call import Command as Command
     from hpc_elastic.submission.call import Module as Module
     from hpc_elastic.submission.call import Script as Script
+    from hpc_elastic.submission.environment import ElasticJobFailedError as ElasticJobFailedError
+    from hpc_elastic.submission.environment import ElasticJobUncompletedError as ElasticJobUncompletedError
     from hpc_elastic.submission.executor import ElasticExecutor as ElasticExecutor
     from hpc_elastic.submission.job import ElasticJob as ElasticJob
-    from hpc_elastic.submission.outcome import ElasticJobFailedError as ElasticJobFailedError
-    from hpc_elastic.submission.outcome import ElasticJobUncompletedError as ElasticJobUncompletedError
 
 _FROM = {
     "ElasticExecutor": "executor",
     "ElasticJob": "job",
-    "ElasticJobFailedError": "outcome",
-    "ElasticJobUncompletedError": "outcome",
+    "ElasticJobFailedError": "environment",
+    "ElasticJobUncompletedError": "environment",
     "Command": "call",
     "Module": "call",
     "Script": "call",

@@ -25,10 +25,22 @@ from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner, query_job_states
 from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
-from hpc_elastic.submission import local_process, outcome
+from hpc_elastic.submission import local_process
 from hpc_elastic.submission.call import UnreadableObjectError, read_call, read_terms
-from hpc_elastic.submission.environment import ElasticJobPaths
-from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
+from hpc_elastic.submission.environment import (
+    ElasticJobFailedError,
+    ElasticJobPaths,
+    ElasticJobUncompletedError,
+    as_cause,
+    find_end,
+    output,
+    read_exception,
+    read_result,
+    report_text,
+    results_count,
+    state_of,
+    world_size,
+)
 
 SLURM_SECONDS = 30.0
 FORGOTTEN = "UNKNOWN"
@@ -148,7 +160,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """Ranks of the newest round; before the first, the planned ones."""
         if self._rank is not None:
             return 1
-        if begun := outcome.world_size(self._run):
+        if begun := world_size(self._run):
             return begun
         spec = self._spec()
         if spec is None:
@@ -184,9 +196,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     @property
     def state(self) -> str:
         """Slurm's name of the state, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
-        end = outcome.find_end(self._run)
+        end = find_end(self._run)
         if end is not None:
-            return outcome.state_of(end)
+            return state_of(end)
         if self.cluster != "slurm":
             if local_process.lives(self._run):
                 return "RUNNING" if self._run.begun_attempts() else "PENDING"
@@ -198,15 +210,15 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if self.cluster != "slurm":
             return {"JobID": self.job_id, "State": self.state}
         info = dict(self.watcher.get_info(self._watched, mode=mode))
-        end = outcome.find_end(self._run)
-        return info if end is None else {**info, "JobID": self.job_id, "State": outcome.state_of(end)}
+        end = find_end(self._run)
+        return info if end is None else {**info, "JobID": self.job_id, "State": state_of(end)}
 
     def done(self, force_check: bool = False) -> bool:
         """Return whether it has ended, once and for all: a job that is about to come back has not.
 
         Without `force_check` Slurm is asked seldom, and the run's files are looked at.
         """
-        if outcome.find_end(self._run) is not None:
+        if find_end(self._run) is not None:
             return True
         if not self._is_over_elsewhere(force=force_check):
             self._over_since = None
@@ -223,7 +235,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         # Slurm is asked seldom, and may have the job in its queue again.
         answers = self._answers()
         is_over_now = self._is_over_elsewhere(force=True)
-        if outcome.find_end(self._run) is not None:
+        if find_end(self._run) is not None:
             return True
         if is_over_now:
             # Where it did not answer, all that is known is what it said before: the next look asks again.
@@ -268,13 +280,13 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if self._rank is not None:
             return [self.result()]
         first = self.result()
-        count = outcome.results_count(self._run) or self.num_tasks
+        count = results_count(self._run) or self.num_tasks
         return [first, *(self._value(rank) for rank in range(1, count))]
 
     def exception(self) -> ElasticJobFailedError | ElasticJobUncompletedError | None:
         """Wait for the exception that `result` would raise, or None."""
         self.wait()
-        end = outcome.find_end(self._run)
+        end = find_end(self._run)
         if end is not None and end.outcome == Outcome.SUCCEEDED.value:
             return None
         return self._failure(end)
@@ -292,7 +304,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         deadline = time.monotonic() + (_SETTLE_SECONDS if self.cluster == "slurm" else 0.0)
         while True:
             try:
-                return outcome.read_result(self._run, rank)
+                return read_result(self._run, rank)
             except UnreadableObjectError as error:
                 if error.errno is None or time.monotonic() >= deadline:
                     raise
@@ -300,12 +312,12 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _failure(self, end: StoredResult | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
         text = self._awaited_report()
-        raised = outcome.read_exception(self._run)
+        raised = read_exception(self._run)
         if not text and raised is not None:
             text = str(raised[1].get("traceback", ""))  # the process that writes the report was too slow, or is gone
         report = "\n".join(filter(None, (text, self._where())))
         error: ElasticJobFailedError | ElasticJobUncompletedError
-        if end is not None and (raised is not None or outcome.state_of(end) == "FAILED"):
+        if end is not None and (raised is not None or state_of(end) == "FAILED"):
             if raised is not None and raised[1].get("type") == "JobNotRequeuedError":
                 report = f"{raised[1].get('message')}\n{report}"
             error = ElasticJobFailedError(job_id=self.job_id, report=report)
@@ -318,9 +330,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _awaited_report(self) -> str:
         deadline = time.monotonic() + (_REPORT_SECONDS if self._run.begun_attempts() else 0.0)
-        while not (text := outcome.report_text(self._run)) and time.monotonic() < deadline:
+        while not (text := report_text(self._run)) and time.monotonic() < deadline:
             if self.cluster != "slurm" and not local_process.lives(self._run):
-                return outcome.report_text(self._run)
+                return report_text(self._run)
             time.sleep(_FIRST_LOOK)
         return text
 
@@ -342,8 +354,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return "" if printed is None and self._output("stdout") is not None else printed  # no file: nothing printed
 
     def _output(self, stream: str) -> str | None:
-        ranks = range(outcome.world_size(self._run) or 0) if self._rank is None else (self._rank,)
-        texts = [outcome.output(self._run, rank, stream) for rank in ranks]
+        ranks = range(world_size(self._run) or 0) if self._rank is None else (self._rank,)
+        texts = [output(self._run, rank, stream) for rank in ranks]
         found = [text for text in texts if text is not None]
         return "\n".join(filter(None, found)) if found else None
 
@@ -356,7 +368,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def report(self) -> str:
         """The report of the newest attempt that has ended: who failed first and why; empty: none yet."""
-        return outcome.report_text(self._run)
+        return report_text(self._run)
 
     # -- what can be done to it -------------------------------------------------------------------------------------
 
@@ -384,7 +396,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             raise UsageError(f"job {self.job_id} is not running on {os.uname().nodename}")
 
     def __del__(self) -> None:
-        if self.__dict__.get("_cancel_at_deletion") and outcome.find_end(self._run) is None:
+        if self.__dict__.get("_cancel_at_deletion") and find_end(self._run) is None:
             self.cancel(check=False)
 
     # -- inside -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from hpc_elastic.submission import (
     Script,
     local_process,
 )
-from hpc_elastic.submission.outcome import WorkerRaisedError
+from hpc_elastic.submission.environment import WorkerRaisedError
 from hpc_elastic.workers import tree
 from tests.rigs import submitted_functions as functions
 from tests.rigs.waiting import until

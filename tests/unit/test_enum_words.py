@@ -36,7 +36,7 @@ from hpc_elastic.run.agent_events import FilesystemRefused
 from hpc_elastic.run.control_events import LinkLost
 from hpc_elastic.run.event_reader import event_line
 from hpc_elastic.run.paths import GivenUp, Outcome, StoredResult
-from hpc_elastic.submission.outcome import state_of as state_of_end
+from hpc_elastic.submission.environment import state_of as state_of_end
 from tests.rigs.event_pairs import read_events
 from tests.rigs.run_builder import RunBuilder, make_failure
 

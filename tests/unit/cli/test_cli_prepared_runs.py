@@ -13,7 +13,7 @@ import pytest
 from hpc_elastic.cli.main import main
 from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission import outcome
+from hpc_elastic.submission import environment
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 
@@ -75,13 +75,13 @@ def test_no_file_that_is_a_fifo_is_waited_for(built: RunBuilder, argv: list[str]
 def test_what_a_program_reads_of_its_job_waits_for_none(built: RunBuilder) -> None:
     paths = RunPaths(built.root)
     rank = paths.attempt(0).rank(0, 1)
-    assert outcome.report_text(paths) == "last words"
-    assert outcome.output(paths, 1, "stdout") == "last words\n"
+    assert environment.report_text(paths) == "last words"
+    assert environment.output(paths, 1, "stdout") == "last words\n"
     for path in (rank.stdout, paths.attempt(0).report_text, paths.job_log):
         path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
-    assert outcome.report_text(paths) == ""
-    assert outcome.output(paths, 1, "stdout") is None
+    assert environment.report_text(paths) == ""
+    assert environment.output(paths, 1, "stdout") is None
     assert OutputReader(paths.job_log).read() is None
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.run.paths import RunPaths, StoredResult
-from hpc_elastic.submission import outcome
+from hpc_elastic.submission import environment
 from hpc_elastic.submission.call import (
     Call,
     CallTerms,
@@ -29,7 +29,7 @@ from hpc_elastic.submission.call import (
     write_call,
     write_object,
 )
-from hpc_elastic.submission.outcome import (
+from hpc_elastic.submission.environment import (
     ElasticJobFailedError,
     ElasticJobUncompletedError,
     WorkerRaisedError,
@@ -175,16 +175,16 @@ def end(run: RunPaths, attempt: int, **facts: Any) -> None:
 
 
 def test_the_end_is_that_of_the_newest_attempt(run: RunPaths) -> None:
-    assert outcome.find_end(run) is None
+    assert environment.find_end(run) is None
     make_round(run, 0, 0, 1)
     end(run, 0, outcome="preempted", action="requeue", exit_code=75)
-    assert outcome.find_end(run) is None, "it comes back"
+    assert environment.find_end(run) is None, "it comes back"
     make_round(run, 1, 0, 1)
-    assert outcome.find_end(run) is None, "it runs"
+    assert environment.find_end(run) is None, "it runs"
     end(run, 1, outcome="cancelled", exit_code=143)
-    found = outcome.find_end(run)
+    found = environment.find_end(run)
     assert found is not None
-    assert (outcome.state_of(found), found.decision) == ("CANCELLED", "why")
+    assert (environment.state_of(found), found.decision) == ("CANCELLED", "why")
 
 
 def test_results_are_those_of_the_last_round(run: RunPaths) -> None:
@@ -192,10 +192,10 @@ def test_results_are_those_of_the_last_round(run: RunPaths) -> None:
         place = make_round(run, 0, number, 2)
         for rank in range(2):
             write_object(place.rank(rank).result_pickle, {}, (number, rank))
-    assert [outcome.read_result(run, rank) for rank in range(2)] == [(1000, 0), (1000, 1)]
-    assert outcome.world_size(run) == 2
+    assert [environment.read_result(run, rank) for rank in range(2)] == [(1000, 0), (1000, 1)]
+    assert environment.world_size(run) == 2
     with pytest.raises(UnreadableObjectError, match="rank 2 ended without returning anything"):
-        outcome.read_result(run, 2)
+        environment.read_result(run, 2)
 
 
 def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) -> None:
@@ -204,31 +204,31 @@ def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) 
         head = {"type": "ValueError", "message": str(rank), "traceback": f"line {rank}"}
         write_object(place.rank(rank).exception_pickle, head, ValueError(rank))
         os.utime(place.rank(rank).exception_pickle, ns=(10 - rank, 10 - rank))
-    assert outcome.read_exception(run)[1]["message"] == "2", "the first one"  # type: ignore[index]
+    assert environment.read_exception(run)[1]["message"] == "2", "the first one"  # type: ignore[index]
     verdict = '{"verdict": {"attempt": 0, "round": 1, "failure": {"global_rank": 1}}}'
     run.attempt(0).report_json.write_text(verdict)
-    assert outcome.read_exception(run)[1]["message"] == "1"  # type: ignore[index]
+    assert environment.read_exception(run)[1]["message"] == "1"  # type: ignore[index]
     run.attempt(0).report_json.write_text('{"verdict": {"attempt": null, "round": 1, "failure": null}}')
-    assert outcome.read_exception(run)[1]["message"] == "2"  # type: ignore[index]
+    assert environment.read_exception(run)[1]["message"] == "2"  # type: ignore[index]
 
 
 def test_the_exception_in_a_copied_run_is_text(run: RunPaths) -> None:
     path = make_round(run, 0, 0, 1).rank(0).exception_pickle
     write_object(path, {"type": "ValueError", "message": "m"}, ValueError("m"))
     path.write_bytes(path.read_bytes().replace(b'"inode": ', b'"inode": 1'))
-    found = outcome.read_exception(run)
+    found = environment.read_exception(run)
     assert found is not None
     assert (found[0], found[1]["message"]) == (None, "m")
 
 
 def test_output_is_that_of_all_attempts_and_rounds(run: RunPaths) -> None:
-    assert outcome.output(run, 0, "stdout") is None
+    assert environment.output(run, 0, "stdout") is None
     for attempt, number in ((0, 0), (0, 1), (1, 0)):
         place = make_round(run, attempt, number, 1)
         (place.rank(0).root / "stdout.log").write_text(f"{attempt}.{number}\n")
     (place.rank(0).root / "stdout.log.000").write_text("rotated\n")
-    assert outcome.output(run, 0, "stdout") == "0.0\n0.1\nrotated\n1.0\n"
-    assert outcome.output(run, 0, "stderr") is None
+    assert environment.output(run, 0, "stdout") == "0.0\n0.1\nrotated\n1.0\n"
+    assert environment.output(run, 0, "stderr") is None
 
 
 @pytest.mark.parametrize(

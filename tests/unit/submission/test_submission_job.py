@@ -15,8 +15,8 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.submission import job as job_module
 from hpc_elastic.submission.call import write_object
+from hpc_elastic.submission.environment import ElasticJobFailedError, ElasticJobUncompletedError
 from hpc_elastic.submission.job import FORGOTTEN, ElasticJob
-from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError
 from tests.rigs.specs import make_attempt, make_spec, store_result
 
 
