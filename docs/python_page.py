@@ -25,7 +25,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "Without torch; outside of a run they do nothing, and `commit` renames.",
         (
             ("hpc_elastic", "worker_api/heartbeat.py:heartbeat section checkpoint_done"),
-            ("hpc_elastic", "checkpoints/worker.py:checkpoint_dir latest_checkpoint"),
+            ("hpc_elastic", "checkpoints/folders.py:checkpoint_dir latest_checkpoint"),
             ("hpc_elastic", "worker_api/lease.py:commit RoundOverError"),
             (
                 "hpc_elastic",

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_elastic.checkpoints.worker import checkpoint_dir as checkpoint_dir
-    from hpc_elastic.checkpoints.worker import latest_checkpoint as latest_checkpoint
+    from hpc_elastic.checkpoints.folders import checkpoint_dir as checkpoint_dir
+    from hpc_elastic.checkpoints.folders import latest_checkpoint as latest_checkpoint
     from hpc_elastic.worker_api.heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_api.heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_api.heartbeat import section as section
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 _FROM = {
     name: f"hpc_elastic.{module}"
     for module, names in {
-        "checkpoints.worker": ("checkpoint_dir", "latest_checkpoint"),
+        "checkpoints.folders": ("checkpoint_dir", "latest_checkpoint"),
         "worker_api.heartbeat": ("checkpoint_done", "heartbeat", "section"),
         "worker_api.lease": ("RoundOverError", "commit"),
         "worker_api.preemption": ("PreemptionNotice", "on_preemption", "preemption_notice", "should_checkpoint"),

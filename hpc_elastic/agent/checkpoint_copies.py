@@ -21,7 +21,7 @@ from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.loop import Waker
 from hpc_elastic.base.text import size_text
 from hpc_elastic.checkpoints.copying import ReplicaServer, Replicator, send_part
-from hpc_elastic.checkpoints.layout import START_VARIABLE, NodePart, NodePlace
+from hpc_elastic.checkpoints.folders import START_VARIABLE, NodePart, NodePlace
 from hpc_elastic.checkpoints.node import NodeCheckpoints
 from hpc_elastic.errors import UnsafePathError, UsageError, describe_error
 from hpc_elastic.rendezvous.state import RoundRecord, Status, host_of

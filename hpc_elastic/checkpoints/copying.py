@@ -22,8 +22,8 @@ from msgspec import Struct
 
 from hpc_elastic.base.codec import Mac, UnreadableRecordError, dumps, load, loads, save
 from hpc_elastic.base.files import ask_about
-from hpc_elastic.checkpoints import layout
-from hpc_elastic.checkpoints.layout import (
+from hpc_elastic.checkpoints import folders
+from hpc_elastic.checkpoints.folders import (
     COPY,
     INDEX_NAME,
     REPLICA,
@@ -207,7 +207,7 @@ class ReplicaServer:
         incoming = self._local / f".incoming-{name}"
         files = [(_checked(path), length) for path, length in header.files]
         size = sum(length for _, length in files)
-        if layout.bytes_in(self._local) + size > self._room:
+        if folders.bytes_in(self._local) + size > self._room:
             channel.send(b"there is no room for it")
             return
         channel.send(b"")
@@ -263,12 +263,12 @@ class Replicator:
 
     def tick(self, index: int) -> None:
         """Do what can be done now. Raises OSError: the shared filesystem refuses."""
-        whole = [part for part in layout.parts_in(self._local, WHOLE) if part.index == index]
+        whole = [part for part in folders.parts_in(self._local, WHOLE) if part.index == index]
         if not whole or self._finished == (index, whole[-1].saving):
             return
         newest = whole[-1].saving
         ask_about(self._shared)
-        named = layout.targets_in(self._shared, self._run_uid, prefix=REPLICA)
+        named = folders.targets_in(self._shared, self._run_uid, prefix=REPLICA)
         if index == 0:
             named = self._name_next(named, newest)
         for part in whole:
@@ -277,20 +277,20 @@ class Replicator:
             if part.saving not in named or mark.exists():
                 continue
             try:
-                self._send(part, layout.files_of(part, WHOLE, self._local))
+                self._send(part, folders.files_of(part, WHOLE, self._local))
             except OSError as error:  # the others go on: this node's part alone has no copy
                 logger.warning("step %d was not replicated: %s", part.saving.step, error)
             try:
                 mark.touch()
             except FileNotFoundError:
                 pass  # a newer one has been named meanwhile
-        marks = layout.names_in(self._folder(newest))
+        marks = folders.names_in(self._folder(newest))
         is_alone = index != 0 or (named == [newest] and len(marks) >= newest.count)
         if is_alone and f"part-{index:05d}" in marks:
             self._finished = index, newest
 
     def _name_next(self, named: list[Saving], newest: Saving) -> list[Saving]:
-        done = [saving for saving in named if len(layout.names_in(self._folder(saving))) >= saving.count]
+        done = [saving for saving in named if len(folders.names_in(self._folder(saving))) >= saving.count]
         open_ones = [one for one in named if one not in done and one.is_of_round_of(newest)]
         kept = [*open_ones, *done[-1:]]
         for saving in named:

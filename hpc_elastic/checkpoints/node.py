@@ -17,9 +17,9 @@ from pathlib import Path
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import ask_about, make_private_dir
-from hpc_elastic.checkpoints import layout
+from hpc_elastic.checkpoints import folders
 from hpc_elastic.checkpoints.copying import CopyError, commit, copy_part, manifest_path
-from hpc_elastic.checkpoints.layout import (
+from hpc_elastic.checkpoints.folders import (
     COPY,
     DIRTY,
     REPLICA,
@@ -30,8 +30,8 @@ from hpc_elastic.checkpoints.layout import (
     NodePlace,
     NodeReport,
     Saving,
+    settle,
 )
-from hpc_elastic.checkpoints.worker import settle
 from hpc_elastic.run.agent_events import CheckpointChosen, CheckpointCommitted, CheckpointNotCommitted
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.spec import RunSpec
@@ -128,38 +128,38 @@ class NodeCheckpoints:
         """Uid → host of agents that were lost, once the run ends: their parts are their neighbours' to copy."""
 
     def begin(self, place: NodePlace) -> None:
-        for part in layout.parts_in(self.local, DIRTY):
+        for part in folders.parts_in(self.local, DIRTY):
             with suppress(OSError):  # else it is removed
                 ranks = self.place.ranks if self.place is not None else place.ranks
                 settle(self.local / part.name(DIRTY), self.local / part.name(WHOLE), ranks)
-            layout.remove(self.local / part.name(DIRTY))
-        layout.remove_leftovers(self.local)
+            folders.remove(self.local / part.name(DIRTY))
+        folders.remove_leftovers(self.local)
         self.place, self._flush, self._began_at = place, None, self._clock.monotonic()
         self._dead.clear()  # a full disk may have room again
         self._is_refused = False
         make_private_dir(self._reports)
         make_private_dir(self._round_reports)
-        whole = tuple(layout.parts_in(self.local, WHOLE))
-        report = layout.NodeReport(
+        whole = tuple(folders.parts_in(self.local, WHOLE))
+        report = folders.NodeReport(
             uid=place.uids[place.index],
             address=self._address,
             whole=whole,
             shapes=tuple(
-                " ".join(layout.shape_of(layout.walk(layout.files_of(part, WHOLE, self.local)))) for part in whole
+                " ".join(folders.shape_of(folders.walk(folders.files_of(part, WHOLE, self.local)))) for part in whole
             ),
-            copies=tuple(layout.parts_in(self.local, COPY)),
+            copies=tuple(folders.parts_in(self.local, COPY)),
         )
         codec.save(self._report_path(place.index), report)
 
-    def choose(self) -> layout.Start | None:
+    def choose(self) -> folders.Start | None:
         """Find out, or decide, what the workers continue from; None: ask again soon."""
         place = self.place
         assert place is not None
         ask_about(self._round_reports)
         names = set(os.listdir(self._round_reports))
         if CHOICE_NAME in names:
-            choice = codec.load(self._round_reports / CHOICE_NAME, layout.Choice)
-            return self._start(choice) if isinstance(choice, layout.Choice) else None
+            choice = codec.load(self._round_reports / CHOICE_NAME, folders.Choice)
+            return self._start(choice) if isinstance(choice, folders.Choice) else None
         if place.index == 0:
             wanted = [self._report_path(index) for index in range(len(place.uids))]
             waited = self._clock.monotonic() - self._began_at
@@ -170,9 +170,9 @@ class NodeCheckpoints:
             self.tick()
         return None
 
-    def _decide(self, reports: list[layout.NodeReport]) -> None:
+    def _decide(self, reports: list[folders.NodeReport]) -> None:
         assert self.place is not None
-        now, index = self._clock.monotonic(), layout.last_committed(self.shared)
+        now, index = self._clock.monotonic(), folders.last_committed(self.shared)
         self.committed = index.saving.step if index is not None else -1
         choice, better = choose_start(reports, index.saving if index is not None else None)
         if better is not None and better not in self._dead:
@@ -183,29 +183,29 @@ class NodeCheckpoints:
             if now < self._flush[1] and not self._is_refused:
                 self.tick()
                 return
-        layout.finish_removals(self.shared)
+        folders.finish_removals(self.shared)
         last = choice.saving.step if choice.saving is not None else -1
         for prefix, target in [(one, target) for one in (TARGET, REPLICA) for target in self._targets(one)]:
             held = {p.index for one in reports for p in (*one.whole, *one.copies) if p.saving == target}
             is_stale = target.step <= self.committed or target.step > last or held != set(range(target.count))
             if is_stale and target.attempt <= self.place.attempt:
-                layout.remove(self.shared / target.target(self._spec.uid, prefix=prefix))
+                folders.remove(self.shared / target.target(self._spec.uid, prefix=prefix))
         codec.save(self._round_reports / CHOICE_NAME, choice)
         step = choice.saving.step if choice.saving is not None else None
         self._write(CheckpointChosen(round=self.place.round, step=step, is_local=not choice.is_committed))
 
-    def _start(self, choice: layout.Choice) -> layout.Start:
+    def _start(self, choice: folders.Choice) -> folders.Start:
         place, saving = self.place, choice.saving
         assert place is not None
         latest = []
-        for part, state in layout.parts_in(self.local, WHOLE, COPY).items():
+        for part, state in folders.parts_in(self.local, WHOLE, COPY).items():
             if saving is None or part.saving.step > saving.step:  # some node lacks it, and it is written again
-                layout.remove(self.local / part.name(state))
+                folders.remove(self.local / part.name(state))
         if saving is not None:
             part = NodePart(saving, place.index)
-            own = layout.files_of(part, WHOLE, self.local)
+            own = folders.files_of(part, WHOLE, self.local)
             committed = self.shared / f"step-{saving.step}"
-            if saving.count == len(place.uids) and part in layout.parts_in(self.local, WHOLE):
+            if saving.count == len(place.uids) and part in folders.parts_in(self.local, WHOLE):
                 if choice.is_committed:
                     self._link_others(own, committed, saving.step)
                 latest.append(str(own))
@@ -214,7 +214,7 @@ class NodeCheckpoints:
                 latest.append(str(committed))
                 self.committed = max(self.committed, saving.step)
         self._start_step = saving.step if saving is not None else -1
-        start = layout.Start(local=str(self.local), place=place, room=self._room, latest=tuple(latest))
+        start = folders.Start(local=str(self.local), place=place, room=self._room, latest=tuple(latest))
         codec.save(self.start_path, start)
         return start
 
@@ -235,9 +235,9 @@ class NodeCheckpoints:
     def _report_path(self, index: int) -> Path:
         return self._round_reports / f"node-{index:05d}.json"
 
-    def _report(self, index: int) -> layout.NodeReport:
-        found = codec.load(self._report_path(index), layout.NodeReport)
-        return found if isinstance(found, layout.NodeReport) else layout.NodeReport(uid="")
+    def _report(self, index: int) -> folders.NodeReport:
+        found = codec.load(self._report_path(index), folders.NodeReport)
+        return found if isinstance(found, folders.NodeReport) else folders.NodeReport(uid="")
 
     @property
     def start_path(self) -> Path:
@@ -247,8 +247,8 @@ class NodeCheckpoints:
 
     def _link_others(self, own: Path, committed: Path, step: int) -> None:
         """Show the other nodes' files in the node's own folder, unless each node has files of the same kinds."""
-        index, names = layout.read_index(self.shared, step), set(layout.walk(own))
-        if index is None or layout.shape_of(index.files) == sorted(layout.shape_of(names) * index.saving.count):
+        index, names = folders.read_index(self.shared, step), set(folders.walk(own))
+        if index is None or folders.shape_of(index.files) == sorted(folders.shape_of(names) * index.saving.count):
             return
         for name in index.files.keys() - names:
             (own / name).parent.mkdir(parents=True, exist_ok=True)
@@ -259,12 +259,12 @@ class NodeCheckpoints:
         """Do what can be done now. Returns whether something is left. `is_over`: no worker writes any more."""
         if self.place is None:
             return False
-        whole = list(layout.parts_in(self.local, WHOLE))
+        whole = list(folders.parts_in(self.local, WHOLE))
         now = self._clock.monotonic()
         for part in whole:
             self._whole_since.setdefault(part.saving, now)
         targets: list[Saving] = []
-        has_new = any(part.saving.step > self.committed for part in layout.parts_in(self.local, WHOLE, COPY))
+        has_new = any(part.saving.step > self.committed for part in folders.parts_in(self.local, WHOLE, COPY))
         try:
             if has_new:
                 self._learn()
@@ -293,21 +293,21 @@ class NodeCheckpoints:
             for prefix in (TARGET, REPLICA):
                 for target in self._targets(prefix):
                     if target.attempt <= self.place.attempt:  # else a later attempt has taken the run over
-                        layout.remove(self.shared / target.target(self._spec.uid, prefix=prefix))
-            layout.finish_removals(self.shared)  # what another node still wrote into as it was removed
+                        folders.remove(self.shared / target.target(self._spec.uid, prefix=prefix))
+            folders.finish_removals(self.shared)  # what another node still wrote into as it was removed
 
     def report_left(self, why: str) -> None:
         with suppress(OSError):
             self._learn()
-        found = [part.saving for part in layout.parts_in(self.local, WHOLE) if part.saving.step > self.committed]
+        found = [part.saving for part in folders.parts_in(self.local, WHOLE) if part.saving.step > self.committed]
         if found and self._leads:
             self._failed(found[-1], why)
 
     def _prune(self, whole: list[NodePart], targets: list[Saving]) -> None:
         now = self._clock.monotonic()
-        is_settled = any(part > whole[-1] for part in layout.parts_in(self.local, DIRTY)) if whole else False
-        has_room = bool(whole) and layout.bytes_in(self.local) < self._room / 2
-        copies = layout.parts_in(self.local, COPY)
+        is_settled = any(part > whole[-1] for part in folders.parts_in(self.local, DIRTY)) if whole else False
+        has_room = bool(whole) and folders.bytes_in(self.local) < self._room / 2
+        copies = folders.parts_in(self.local, COPY)
         for part in copies:
             self._whole_since.setdefault(part.saving, now)
         present = {part.saving for part in (*whole, *copies)}
@@ -315,17 +315,17 @@ class NodeCheckpoints:
         new = [saving for saving, since in self._whole_since.items() if has_room and now - since < NEW_SECONDS]
         kept = [*new, *targets]
         for part in removable_parts(whole, is_settled=is_settled, committed=self.committed, kept=kept):
-            layout.remove(self.local / part.name(WHOLE))
+            folders.remove(self.local / part.name(WHOLE))
         for part in copies:
             if part.saving.step <= self.committed or part.saving not in kept:
-                layout.remove(self.local / part.name(COPY))
+                folders.remove(self.local / part.name(COPY))
 
     def _targets(self, prefix: str) -> list[Saving]:
-        return layout.targets_in(self.shared, self._spec.uid, prefix=prefix)
+        return folders.targets_in(self.shared, self._spec.uid, prefix=prefix)
 
     def _learn(self) -> None:
-        for step in layout.committed_steps(self.shared):
-            if step > self.committed and layout.read_index(self.shared, step) is not None:
+        for step in folders.committed_steps(self.shared):
+            if step > self.committed and folders.read_index(self.shared, step) is not None:
                 self.committed, self._committed_at = step, self._clock.monotonic()
 
     def _open(self, saving: Saving) -> None:
@@ -337,12 +337,12 @@ class NodeCheckpoints:
         now = self._clock.monotonic()
         for target in targets:
             folder = self.shared / target.target(self._spec.uid)
-            lacking = sorted(name for name in layout.names_in(folder / "parts") if name.endswith(".without.json"))
+            lacking = sorted(name for name in folders.names_in(folder / "parts") if name.endswith(".without.json"))
             is_late = now - self._opened.setdefault(target, now) > ABANDON_SECONDS
             if lacking:
-                found = codec.load(folder / "parts" / lacking[0], layout.Manifest)
+                found = codec.load(folder / "parts" / lacking[0], folders.Manifest)
                 self._give_up(
-                    target, found.without if isinstance(found, layout.Manifest) else "a node could not copy its part"
+                    target, found.without if isinstance(found, folders.Manifest) else "a node could not copy its part"
                 )
             elif is_late:
                 self._give_up(target, f"not all nodes had copied their part after {ABANDON_SECONDS:.0f} s")
@@ -357,7 +357,7 @@ class NodeCheckpoints:
 
     def _give_up(self, target: Saving, why: str) -> None:
         self._dead.add(target)
-        layout.remove(self.shared / target.target(self._spec.uid))
+        folders.remove(self.shared / target.target(self._spec.uid))
         self._failed(target, why)
 
     def _failed(self, target: Saving | None, why: object) -> None:
@@ -371,13 +371,13 @@ class NodeCheckpoints:
         ask_about(parts)
         if not parts.exists():
             return  # just opened, committed or given up
-        for part, state in layout.parts_in(self.local, WHOLE, COPY).items():
+        for part, state in folders.parts_in(self.local, WHOLE, COPY).items():
             is_mine = part.saving == target and (state == WHOLE or not self._has_live_owner(part))
             if is_mine and not manifest_path(folder, part.index).exists():
                 self._copy(part, state, folder)
         if why := self._why_lacking(target, folder, whole, is_over):
             self._report_lack(target, folder, self.place.index, why)
-        names = [name for name in layout.names_in(parts) if not name.startswith(".") and ".without" not in name]
+        names = [name for name in folders.names_in(parts) if not name.startswith(".") and ".without" not in name]
         if len(names) < target.count:
             return
         try:
@@ -420,9 +420,9 @@ class NodeCheckpoints:
     def _copy(self, part: NodePart, state: str, folder: Path) -> None:
         try:
             files = copy_part(
-                layout.files_of(part, state, self.local), folder / "files", tag=f"{part.index}", pace=self._pace
+                folders.files_of(part, state, self.local), folder / "files", tag=f"{part.index}", pace=self._pace
             )
-            codec.save(manifest_path(folder, part.index), layout.Manifest(files=files), durable=True)
+            codec.save(manifest_path(folder, part.index), folders.Manifest(files=files), durable=True)
         except OSError as error:
             if not folder.exists():
                 return  # given up meanwhile
@@ -435,7 +435,7 @@ class NodeCheckpoints:
             return
         path = manifest_path(folder, index, without=True)
         try:
-            codec.save(path, layout.Manifest(without=why))
+            codec.save(path, folders.Manifest(without=why))
         except OSError:
             try:
                 path.touch()  # on a full disk an empty file is still made
@@ -445,10 +445,10 @@ class NodeCheckpoints:
 
     def _remove_old(self) -> None:
         steps = [
-            step for step in layout.committed_steps(self.shared) if layout.read_index(self.shared, step) is not None
+            step for step in folders.committed_steps(self.shared) if folders.read_index(self.shared, step) is not None
         ]
         for step in removable_steps(steps, keep=self._spec.checkpoint_keep, protected=(self._start_step,)):
-            layout.remove(self.shared / f"step-{step}")
+            folders.remove(self.shared / f"step-{step}")
         with suppress(OSError):  # one changes as it is looked at, so its run lives
-            now = os.stat(self.shared / f"step-{self.committed}" / layout.INDEX_NAME).st_mtime
-            layout.remove_dead_targets(self.shared, self._spec.uid, now=now, after=DEAD_SECONDS)
+            now = os.stat(self.shared / f"step-{self.committed}" / folders.INDEX_NAME).st_mtime
+            folders.remove_dead_targets(self.shared, self._spec.uid, now=now, after=DEAD_SECONDS)

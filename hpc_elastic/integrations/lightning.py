@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
+from hpc_elastic.checkpoints.folders import checkpoint_dir, latest_checkpoint
 from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
 from hpc_elastic.worker_api.preemption import should_checkpoint
 

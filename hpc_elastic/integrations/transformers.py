@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hpc_elastic.checkpoints.worker import checkpoint_dir, move_files, node_folder
+from hpc_elastic.checkpoints.folders import checkpoint_dir, move_files, node_folder
 from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
 from hpc_elastic.worker_api.preemption import should_checkpoint
 

@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 
 from hpc_elastic.checkpoints.copying import Replicator
-from hpc_elastic.checkpoints.layout import (
+from hpc_elastic.checkpoints.folders import (
     COPY,
     INDEX_NAME,
     START_VARIABLE,
     NodePart,
     NodePlace,
     Start,
+    checkpoint_dir,
     committed_steps,
+    latest_checkpoint,
     read_index,
     targets_in,
 )
 from hpc_elastic.checkpoints.node import DEAD_SECONDS, FLUSH_SECONDS, NodeCheckpoints
-from hpc_elastic.checkpoints.worker import checkpoint_dir, latest_checkpoint
 from hpc_elastic.run.agent_events import CheckpointNotCommitted
 from hpc_elastic.run.events import RunEvent
 from tests.rigs.fake_clock import FakeClock

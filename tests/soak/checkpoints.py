@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.checkpoints.layout import committed_steps, read_index
+from hpc_elastic.checkpoints.folders import committed_steps, read_index
 from tests.soak.faults import Kind
 from tests.soak.journal import Began
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.checkpoints.layout import NodePart, NodeReport, Saving
+from hpc_elastic.checkpoints.folders import NodePart, NodeReport, Saving
 from hpc_elastic.checkpoints.node import choose_start, next_target, removable_parts, removable_steps
 
 

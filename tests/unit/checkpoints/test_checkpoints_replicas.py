@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.base.codec import Mac, dumps
 from hpc_elastic.checkpoints.copying import Channel, Header, ReplicaRefusedError, ReplicaServer, send_part
-from hpc_elastic.checkpoints.layout import COPY, NodePart, Saving, files_of
+from hpc_elastic.checkpoints.folders import COPY, NodePart, Saving, files_of
 
 SECRET = b"s" * 32
 PART = NodePart(Saving(20, 0, 0, 2), 1)
