@@ -152,7 +152,7 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
 
 def _text(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> str:
     if args.format == "json":
-        from hpc_elastic.report.render_json import json_report
+        from hpc_elastic.report.write import json_report
 
         text = json_report(Document(history, attempt=attempt))
         return text.replace("\n", "") + "\n" if args.follow else text

@@ -28,10 +28,10 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, Subject, choose_subject
 from hpc_elastic.report.history import OutageKind, read_outage
 from hpc_elastic.report.render_html import render_html
-from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import describe_outages
+from hpc_elastic.report.write import json_report
 from hpc_elastic.run.agent_events import FilesystemRefused
 from hpc_elastic.run.control_events import LinkLost
 from hpc_elastic.run.event_reader import event_line

@@ -18,8 +18,8 @@ from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
-from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.write import render_json
 from tests.rigs.run_builder import GLOO, RunBuilder, decide_verdict, make_failure
 
 _GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/"

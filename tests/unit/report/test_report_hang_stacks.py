@@ -10,8 +10,8 @@ import pytest
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
-from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.write import render_json
 from tests.browser.sample_runs import collectives_run
 from tests.rigs.run_builder import RunBuilder, make_failure
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
-from hpc_elastic.report.render_json import VERSION, json_report
+from hpc_elastic.report.write import VERSION, json_report
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, save_record
 from tests.browser.sample_runs import agents, collectives_run, hung_run, requeued_run
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure

@@ -13,9 +13,8 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
-from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.report.write import node_evidence
+from hpc_elastic.report.write import node_evidence, render_json
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, save_record
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 

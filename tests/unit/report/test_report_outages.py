@@ -11,10 +11,9 @@ import pytest
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, choose_subject
 from hpc_elastic.report.history import Outage, OutageKind, RunHistory, attributed
-from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.verdict import Cause
-from hpc_elastic.report.write import node_evidence
+from hpc_elastic.report.write import node_evidence, render_json
 from hpc_elastic.run.node_score import EvidenceKind
 from hpc_elastic.run.paths import REFUSED_CODE
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure

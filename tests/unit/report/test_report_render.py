@@ -10,9 +10,8 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import fold_repeats
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
-from hpc_elastic.report.render_json import json_report, render_json
 from hpc_elastic.report.render_text import _traceback, fit_traceback, headline_lines, render_job_log, render_text
-from hpc_elastic.report.write import write_report
+from hpc_elastic.report.write import json_report, render_json, write_report
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 

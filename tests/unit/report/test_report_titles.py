@@ -12,8 +12,8 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, with_end
 from hpc_elastic.report.history import RunHistory, StackGroup
 from hpc_elastic.report.render_html import render_html
-from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.write import render_json
 from hpc_elastic.run.paths import WITHOUT_VERDICT
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
