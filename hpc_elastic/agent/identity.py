@@ -19,9 +19,8 @@ from hpc_elastic.base.loop import is_refusal, repeat
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session
-from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.membership import NodeInfo, RoundLog
 from hpc_elastic.rendezvous.proposals import DecideRestart
-from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import Status, new_uid
 from hpc_elastic.run.heartbeats import NodeHeartbeats

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hpc_elastic.base.loop import FileExecutor
     from hpc_elastic.output.pump import LogPump
     from hpc_elastic.rendezvous.coordination import Coordination
-    from hpc_elastic.rendezvous.peers import NodeInfo
+    from hpc_elastic.rendezvous.membership import NodeInfo
     from hpc_elastic.rendezvous.proposals import RankLayout
     from hpc_elastic.rendezvous.state import RoundRecord
     from hpc_elastic.rendezvous.succession import NodesCutOff

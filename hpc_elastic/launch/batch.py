@@ -38,7 +38,7 @@ from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.launch.site import Allocation, AttemptContext, supervisor_events
 from hpc_elastic.launch.slurm_site import SlurmSite, own_script
-from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.membership import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
 from hpc_elastic.rendezvous.succession import claim_end
 from hpc_elastic.run.control_events import EndTakenOver

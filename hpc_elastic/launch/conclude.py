@@ -31,7 +31,7 @@ from hpc_elastic.launch.requeue import (
     idle_attempts,
 )
 from hpc_elastic.launch.site import AttemptContext, JobCondition, Site
-from hpc_elastic.rendezvous.round_log import RESERVE
+from hpc_elastic.rendezvous.membership import RESERVE
 from hpc_elastic.run.control_events import (
     AttemptEnded,
     AttemptRequeued,

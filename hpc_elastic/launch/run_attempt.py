@@ -35,8 +35,8 @@ from hpc_elastic.launch.supersede import EarlierAttempts, EndClaim, StartInterru
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.membership import reserve_room
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.rendezvous.round_log import reserve_room
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
 from hpc_elastic.run.control_events import AttemptStarted
 from hpc_elastic.run.fold import fold_run

@@ -23,7 +23,7 @@ from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.options.sbatch import COMMENT_MARK
-from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.membership import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.activities import Suspicion
 from hpc_elastic.run.heartbeats import (

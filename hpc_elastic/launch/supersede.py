@@ -24,9 +24,8 @@ from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.launch.site import Allocation, AttemptContext, SlurmQuestion, Start, supervisor_events
 from hpc_elastic.rendezvous.claims import BYE
 from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
+from hpc_elastic.rendezvous.membership import NodeInfo, Peers, RoundLog, record_name
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.peers import NodeInfo, Peers
-from hpc_elastic.rendezvous.round_log import RoundLog, record_name
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RendezvousStateError, RoundRecord, host_of, node_of
 from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, claim_end, close_run, newest_agents

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Staleness
 from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
-from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.membership import Peers
 from hpc_elastic.rendezvous.state import NodeFailure, PreemptionStatus, RoundRecord, Status, node_of
 from hpc_elastic.store.file_store import Store, StoreError
 

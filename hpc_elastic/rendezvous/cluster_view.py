@@ -27,8 +27,7 @@ from hpc_elastic.rendezvous.claims import (
     read_claim,
 )
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.peers import NodeInfo, Peers
-from hpc_elastic.rendezvous.round_log import record_number
+from hpc_elastic.rendezvous.membership import NodeInfo, Peers, record_number
 from hpc_elastic.rendezvous.state import NodeFailure, PreemptionStatus, RoundRecord, Status, node_of
 from hpc_elastic.store.file_store import Store
 

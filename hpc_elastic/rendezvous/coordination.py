@@ -20,8 +20,8 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import Inbox, Waker, describe_no_descriptor, is_refusal, wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.membership import BeatPlan, NodeInfo
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo
 from hpc_elastic.rendezvous.proposals import DecideRestart
 from hpc_elastic.rendezvous.schedule import Lease, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord

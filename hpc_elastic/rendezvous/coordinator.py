@@ -16,7 +16,7 @@ from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.proposals import (
     SYMPTOM,
     DecideRestart,

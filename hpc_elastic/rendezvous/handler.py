@@ -24,8 +24,8 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordination import open_session
 from hpc_elastic.rendezvous.handler_config import EpochSweep, HandlerConfig, RunFolder, participant_settings
+from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.proposals import RestartDecision
 from hpc_elastic.rendezvous.state import (
     ClosedRunIdError,

@@ -22,9 +22,17 @@ from hpc_elastic.rendezvous.cluster_view import (
 )
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims, next_proposal
 from hpc_elastic.rendezvous.failure_detector import FailureDetector, HeartbeatSender, StoreId
-from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, Peers, addresses_of, notifier_of
+from hpc_elastic.rendezvous.membership import (
+    BeatPlan,
+    NodeInfo,
+    Peers,
+    RoundLog,
+    addresses_of,
+    notifier_of,
+    record_name,
+    record_number,
+)
 from hpc_elastic.rendezvous.proposals import DecideRestart, Proposal, RequestsToAll, consequences, link_event, to_event
-from hpc_elastic.rendezvous.round_log import RoundLog, record_name, record_number
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Ending, Listener, NodesCutOff, Succession

@@ -18,9 +18,8 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import BYE, goodbye_key, read_claims
 from hpc_elastic.rendezvous.failure_detector import FailureDetector, StoreId
-from hpc_elastic.rendezvous.peers import NodeInfo, Peers, notifier_of
+from hpc_elastic.rendezvous.membership import NodeInfo, Peers, RoundLog, notifier_of
 from hpc_elastic.rendezvous.proposals import propose_close
-from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import LOOK_AT_ONCE, PollIntervals
 from hpc_elastic.rendezvous.state import (
     OBSERVER_PLACE,

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.rendezvous.failure_detector import Heartbeat, HeartbeatAges
-from hpc_elastic.rendezvous.round_log import RecordLog
+from hpc_elastic.rendezvous.membership import RecordLog
 from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.key_value import KeyValueStore
 

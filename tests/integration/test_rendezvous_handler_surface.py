@@ -25,7 +25,7 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import handler, handler_config, state
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler, Membership
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
-from hpc_elastic.rendezvous.round_log import RecordLog
+from hpc_elastic.rendezvous.membership import RecordLog
 from hpc_elastic.rendezvous.state import (
     RendezvousClosedError,
     RendezvousError,

@@ -20,9 +20,9 @@ from typing import Any
 from unittest import mock
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous import round_log
+from hpc_elastic.rendezvous import membership
+from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.proposals import RestartDecision
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
@@ -155,8 +155,8 @@ class World:
         patch(mock.patch.object(file_store, "os", self._os))
         patch(mock.patch.object(file_store, "make_private_dir", lambda root: self._os._client.walk(str(root))))
         # All have the same records: to decode each of them thousands of times would measure this process, not them.
-        patch(mock.patch.object(round_log, "_decode", functools.lru_cache(maxsize=64)(round_log._decode)))
-        decode, known = round_log.decode_record, {}
+        patch(mock.patch.object(membership, "_decode", functools.lru_cache(maxsize=64)(membership._decode)))
+        decode, known = membership.decode_record, {}
 
         def decode_once(number: int, value: Mapping[str, Any], **more: Any) -> RoundRecord:
             key = (number, value.get("nonce"))
@@ -164,7 +164,7 @@ class World:
                 known[key] = decode(number, value, **more)
             return known[key]
 
-        patch(mock.patch.object(round_log, "decode_record", decode_once))
+        patch(mock.patch.object(membership, "decode_record", decode_once))
         gc.collect()
         gc.disable()  # millions of objects that live long: looking for cycles among them takes most of the time
         self._stack.callback(gc.enable)

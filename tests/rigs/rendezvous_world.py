@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
+from hpc_elastic.rendezvous.membership import NodeInfo, RoundLog
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.proposals import RestartDecision
-from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import (
     OBSERVER_PLACE,
     FailureMemory,

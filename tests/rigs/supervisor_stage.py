@@ -16,8 +16,8 @@ from hpc_elastic.launch.supersede import EndClaim
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Refusal
+from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.state import PreemptionStatus, RoundRecord, Status, new_uid
 from hpc_elastic.rendezvous.succession import claim_end
 from hpc_elastic.run.events import RunEvent

@@ -28,7 +28,7 @@ from hpc_elastic.agent.worker_reports import PreemptionWatch
 from hpc_elastic.failures.classify import moment_after
 from hpc_elastic.failures.ranking import ALL_ALIKE, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
-from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, RunNotice, Status
 from hpc_elastic.rendezvous.succession import EndClaimed, EndUnclaimed
 from hpc_elastic.run.activities import Activity, Doing, HangSettings, OnHang, RankSockets, Source

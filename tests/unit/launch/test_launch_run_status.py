@@ -14,7 +14,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir, write_private
 from hpc_elastic.cli.status import elapsed_text, status_json, status_line, status_lines
 from hpc_elastic.launch.run_status import OutputStatus, RunState, RunStatus, StepStatus, read_status, state_of
-from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.membership import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, RunNotice, Status
 from hpc_elastic.run.heartbeats import (
     NodeHeartbeats,

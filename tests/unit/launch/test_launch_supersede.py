@@ -24,8 +24,7 @@ from hpc_elastic.launch.supersede import (
 )
 from hpc_elastic.rendezvous.claims import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import Heartbeat
-from hpc_elastic.rendezvous.peers import NodeInfo, Peers
-from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.membership import NodeInfo, Peers, RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.succession import claim_end, close_run
 from hpc_elastic.run.paths import AttemptInfo, Outcome, RunPaths, load_result

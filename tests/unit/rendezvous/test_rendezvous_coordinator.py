@@ -14,7 +14,7 @@ from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import decide_growth, next_proposal
-from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.proposals import Proposal, RestartDecision, consequences, propose_close
 from hpc_elastic.rendezvous.state import (
     FailureMemory,

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
+from hpc_elastic.rendezvous.membership import NodeInfo, announcement
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.peers import NodeInfo, announcement
 from hpc_elastic.rendezvous.proposals import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RendezvousStateError, RoundRecord, Status, new_uid
 from hpc_elastic.rendezvous.succession import close_run

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_elastic.rendezvous.peers import DIRECT_NOTIFICATIONS, NodeInfo, Peers, addresses_of, announcement, notifier_of
+from hpc_elastic.rendezvous.membership import (
+    DIRECT_NOTIFICATIONS,
+    NodeInfo,
+    Peers,
+    addresses_of,
+    announcement,
+    notifier_of,
+)
 from hpc_elastic.store.notifier import MOST_FORWARDED, Address
 from tests.rigs.memory_store import MemoryStore, fits_key
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.cluster_view import MOST_PENDING, PendingNotifications
-from hpc_elastic.rendezvous.round_log import record_name
+from hpc_elastic.rendezvous.membership import record_name
 
 JOIN = claim_key(4, ClaimKind.JOIN, "00001-n1-aa")
 FAIL = claim_key(3, ClaimKind.FAIL, "00001-n1-aa")

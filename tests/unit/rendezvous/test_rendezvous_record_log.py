@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, LogRecord, RecordLog
+from hpc_elastic.rendezvous.membership import KEPT_RECORDS, LogRecord, RecordLog
 from tests.rigs.memory_store import MemoryStore, SpyStore
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RoundLog
+from hpc_elastic.rendezvous.membership import KEPT_RECORDS, RoundLog
 from hpc_elastic.rendezvous.state import MOST_PLAIN, MOST_REPEATED, Member, RoundRecord, Status, decode_record
 from hpc_elastic.store.file_store import LONGEST_SYMLINK
 from tests.rigs.memory_store import MemoryStore, SpyStore

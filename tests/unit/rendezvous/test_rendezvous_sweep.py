@@ -16,7 +16,7 @@ from hpc_elastic.rendezvous.claims import (
     Sweep,
     old_rounds,
 )
-from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.store.file_store import StoreWipedError
 from tests.rigs.memory_store import MemoryStore, SpyStore

@@ -13,7 +13,7 @@ from hpc_elastic.launch.run_directory import claim_attempt
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import SWEEP_SECONDS, read_claims
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, RunFolder
-from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog
+from hpc_elastic.rendezvous.membership import KEPT_RECORDS, RecordLog
 from hpc_elastic.rendezvous.state import NodeFailure
 from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.store.file_store import FileStore
