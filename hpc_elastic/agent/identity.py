@@ -17,7 +17,6 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.base.loop import is_refusal, repeat
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session
 from hpc_elastic.rendezvous.membership import NodeInfo, RoundLog
 from hpc_elastic.rendezvous.proposals import DecideRestart
@@ -25,7 +24,7 @@ from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import Status, new_uid
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, RunPaths, load_attempt
-from hpc_elastic.run.spec import RunSpec, load_run_spec
+from hpc_elastic.run.spec import RendezvousSettings, RunSpec, load_run_spec, settings_from_conf
 from hpc_elastic.store.file_store import FileStore, Store, StoreFullError
 from hpc_elastic.store.notifier import Notifier, open_notifier
 from hpc_elastic.workers.spawn import Inherited

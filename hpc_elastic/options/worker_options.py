@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.rendezvous_settings import parse_rdzv_conf
 from hpc_elastic.options.sbatch import NO_HET_JOBS
 from hpc_elastic.options.table import Group, Option, Parsed, define
 from hpc_elastic.run.activities import parse_hangs
@@ -45,6 +44,7 @@ from hpc_elastic.run.spec import (
     parse_container_image,
     parse_container_mounts,
     parse_container_workdir,
+    parse_rdzv_conf,
 )
 from hpc_elastic.worker_api.restart_group import RestartWith
 

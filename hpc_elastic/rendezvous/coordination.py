@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import Inbox, Waker, describe_no_descriptor, is_refusal, wait_readable
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.membership import BeatPlan, NodeInfo
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.proposals import DecideRestart
@@ -27,6 +26,7 @@ from hpc_elastic.rendezvous.schedule import Lease, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import Store, StoreFullError, StoreRefusedError
 from hpc_elastic.store.notifier import Notifier
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.ranking import ALL_ALIKE
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.proposals import (
@@ -46,6 +45,7 @@ from hpc_elastic.rendezvous.state import (
 )
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 
 _MOST_NAMES = 8
 HEARD_PATIENCE = 6.0

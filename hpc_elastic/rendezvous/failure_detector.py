@@ -28,10 +28,10 @@ from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, Staleness
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import Store, StoreWipedError
 
 logger = logging.getLogger(__name__)

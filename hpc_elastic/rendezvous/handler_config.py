@@ -23,9 +23,9 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock, Staleness
 from hpc_elastic.base.files import make_private_dir, why_replaceable
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.membership import RoundLog
 from hpc_elastic.rendezvous.state import RendezvousError, RendezvousStateError, RoundRecord, Status
+from hpc_elastic.run.spec import RendezvousSettings, settings_from_conf
 from hpc_elastic.store.file_store import FileStore
 
 

@@ -11,7 +11,6 @@ import random
 from collections.abc import Iterable
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import OwnClaims, Sweep, goodbye_key, round_to_join
 from hpc_elastic.rendezvous.cluster_view import (
     MOST_PENDING,
@@ -38,6 +37,7 @@ from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Ending, Listener, NodesCutOff, Succession
 from hpc_elastic.run.control_events import RoundOpened
 from hpc_elastic.run.events import CoordinatorEvent, RunEvent
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.notifier import Notifier
 

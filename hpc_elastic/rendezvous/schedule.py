@@ -20,8 +20,8 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.spec import RendezvousSettings
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import Protocol
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import BYE, goodbye_key, read_claims
 from hpc_elastic.rendezvous.failure_detector import FailureDetector, StoreId
 from hpc_elastic.rendezvous.membership import NodeInfo, Peers, RoundLog, notifier_of
@@ -32,6 +31,7 @@ from hpc_elastic.rendezvous.state import (
 )
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import Store
 
 logger = logging.getLogger(__name__)

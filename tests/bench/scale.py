@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import Status
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.bench.table import Number
 from tests.model.scale_world import Node, World, failure
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 from tests.rigs.rendezvous_threads import ThreadNode, all_in_round, run_until
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.network_mounts import KINDS, NetworkMounts, missing_prerequisites, require_mounts
 from tests.rigs.rendezvous_process import leader, nodes
 

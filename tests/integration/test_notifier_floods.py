@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.membership import addresses_of
 from hpc_elastic.rendezvous.schedule import budget
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.notifier import MOST_LOGGED, MOST_REJECTED, PERIOD
 from tests.rigs.network_nodes import NetworkRun
 from tests.rigs.network_nodes.network import NETNS_FOLDER

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import files
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import handler, handler_config, state
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler, Membership
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
@@ -35,6 +34,7 @@ from hpc_elastic.rendezvous.state import (
 )
 from hpc_elastic.rendezvous.succession import close_run
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store import file_store
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_handlers import HandlerRig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 from tests.rigs.rendezvous_threads import ThreadNode, run_until
 

@@ -19,7 +19,6 @@ from pathlib import PurePosixPath
 from typing import Any
 from unittest import mock
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import membership
 from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
@@ -27,6 +26,7 @@ from hpc_elastic.rendezvous.proposals import RestartDecision
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.run.events import RunEvent, name_of
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store import file_store
 from tests.model.scale_server import Client, ClientClock, ModelOs, Server
 

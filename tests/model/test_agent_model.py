@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.supervision import TRANSITIONS, Event, Phase
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.agent_world import AgentNode, AgentWorld
 
 SETTINGS = RendezvousSettings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.bench.scale import Measured, files_alone, simulate
 from tests.model.scale_world import World
 

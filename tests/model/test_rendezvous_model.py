@@ -7,9 +7,9 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, NodeFailure, Status
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.rendezvous_world import Node, World
 
 SETTINGS = RendezvousSettings(

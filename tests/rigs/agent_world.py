@@ -26,7 +26,6 @@ from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.agent.worker_reports import CheckpointWatch, PreemptionWatch
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.proposals import RankLayout
 from hpc_elastic.rendezvous.schedule import Lease
@@ -34,6 +33,7 @@ from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.workers.stop import Stopped
 from tests.rigs.agent_site import make_site
 from tests.rigs.event_pairs import log_into

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler, RoundResult
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
+from hpc_elastic.run.spec import RendezvousSettings
 
 SETTINGS = RendezvousSettings(
     timeout=60.0, last_call_timeout=0.3, heartbeat_interval=0.2, heartbeat_ttl=3.0, poll_interval=0.05

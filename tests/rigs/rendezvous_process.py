@@ -18,10 +18,10 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.state import RendezvousClosedError
+from hpc_elastic.run.spec import RendezvousSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, new_uid
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import Notifier
 from tests.rigs.rendezvous_world import settle_always_restarting

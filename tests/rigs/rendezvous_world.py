@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.membership import NodeInfo, RoundLog
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
@@ -28,6 +27,7 @@ from hpc_elastic.rendezvous.state import (
     supersedes,
 )
 from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.notifier import Address
 from tests.rigs.event_pairs import pair_of

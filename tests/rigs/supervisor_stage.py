@@ -14,7 +14,6 @@ from hpc_elastic.launch.requeue import AttemptResult
 from hpc_elastic.launch.site import Allocation, JobCondition, SignalResolver, SlurmAnswer
 from hpc_elastic.launch.supersede import EndClaim
 from hpc_elastic.launch.supervisor import Supervisor
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Refusal
 from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
@@ -22,6 +21,7 @@ from hpc_elastic.rendezvous.state import PreemptionStatus, RoundRecord, Status, 
 from hpc_elastic.rendezvous.succession import claim_end
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.event_pairs import log_into
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.options.rendezvous_settings import rdzv_values
 from hpc_elastic.rendezvous.handler_config import safe_name
 from hpc_elastic.run.paths import load_result
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id, rdzv_values
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc

@@ -9,8 +9,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.spec import RendezvousSettings, settings_from_conf
 from tests.rigs.chaos.evidence import Evidence, Injection, Work, host_node, told_records
 from tests.rigs.chaos.schedule import Kind
 

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.state import RendezvousClosedError
+from hpc_elastic.run.spec import RendezvousSettings, settings_from_conf
 
 STEP_SECONDS = 0.1
 

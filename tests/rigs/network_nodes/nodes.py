@@ -17,10 +17,9 @@ from typing import Any
 
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.launch.run_directory import claim_attempt, create_run
-from hpc_elastic.options.rendezvous_settings import rdzv_values
 from hpc_elastic.run.option_values import DEFAULT_LIMITS
 from hpc_elastic.run.paths import AttemptInfo, AttemptPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id, rdzv_values
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 from tests.rigs.event_pairs import read_events
 from tests.rigs.network_nodes.network import NETNS_FOLDER, Network

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.run.spec import RendezvousSettings, settings_from_conf
 
 BASE = RendezvousSettings(min_nodes=2, max_nodes=4, expected_nodes=4)
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import PendingNotifications
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.membership import BeatPlan
 from hpc_elastic.rendezvous.schedule import Lease, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.control_events import RunClosed
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import StoreError, StoreFullError
 from hpc_elastic.store.notifier import Notifier
 from tests.rigs.fake_clock import FakeClock

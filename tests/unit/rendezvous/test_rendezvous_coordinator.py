@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import decide_growth, next_proposal
 from hpc_elastic.rendezvous.membership import NodeInfo
@@ -29,6 +28,7 @@ from hpc_elastic.rendezvous.state import (
 from hpc_elastic.run.control_events import NodeLost
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 
 SETTINGS = RendezvousSettings(min_nodes=2, max_nodes=4, expected_nodes=4)
 NAMES = {0: "node 0", 1: "node 1", 2: "node 2", 3: "nid003"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.membership import NodeInfo, Peers
@@ -21,6 +20,7 @@ from hpc_elastic.rendezvous.succession import (
 )
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore

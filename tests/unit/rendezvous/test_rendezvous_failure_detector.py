@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.failure_detector import INVALIDATE_SECONDS, FailureDetector, Heartbeat, HeartbeatAges
 from hpc_elastic.rendezvous.schedule import poll_intervals
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.schedule import LEASE_OVER, Lease, is_round_over, poll_intervals
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.fake_clock import FakeClock
 
 UIDS = ("00000-n0-0000000000000001-aaaa", "00001-n1-0000000000000001-bbbb")

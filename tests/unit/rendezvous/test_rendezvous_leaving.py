@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
@@ -13,6 +12,7 @@ from hpc_elastic.rendezvous.membership import Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, Status
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import World

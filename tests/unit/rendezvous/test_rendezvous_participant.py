@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.membership import NodeInfo, announcement
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
@@ -19,6 +18,7 @@ from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RendezvousS
 from hpc_elastic.rendezvous.succession import close_run
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import StoreWipedError
 from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock

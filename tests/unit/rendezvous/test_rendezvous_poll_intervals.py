@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.schedule import OPERATIONS_PER_PERIOD, PollIntervals, poll_intervals
+from hpc_elastic.run.spec import RendezvousSettings
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "rendezvous.md"
 SIZES = (1, 8, 64, 256, 1024, 2550, 8192, 50_000)

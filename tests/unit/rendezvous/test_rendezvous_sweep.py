@@ -7,7 +7,6 @@ from collections import Counter, deque
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import (
     GONE_SECONDS,
     MOST_AT_ONCE,
@@ -18,6 +17,7 @@ from hpc_elastic.rendezvous.claims import (
 )
 from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import StoreWipedError
 from tests.rigs.memory_store import MemoryStore, SpyStore
 from tests.rigs.rendezvous_world import World

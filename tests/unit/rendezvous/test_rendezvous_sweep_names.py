@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.launch.run_directory import claim_attempt
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import SWEEP_SECONDS, read_claims
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, RunFolder
 from hpc_elastic.rendezvous.membership import KEPT_RECORDS, RecordLog
 from hpc_elastic.rendezvous.state import NodeFailure
 from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
+from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 from tests.rigs.event_pairs import read_events

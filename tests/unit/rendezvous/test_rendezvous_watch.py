@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.spec import RendezvousSettings
 
 PACE = poll_intervals(RendezvousSettings(expected_nodes=2, poll_interval=1.0))
 FINAL = RoundRecord(number=3, epoch="e", term=1, leader="a", notifier="", round=0, status=Status.FINAL, reason="")

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.files import write_json
 from hpc_elastic.cli.main import main
-from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.report.blocks import MeasuredCosts, advise, interval_cost, measure_costs
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
 from hpc_elastic.report.goodput import Goodput, RestartPart, goodput_of
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.run.spec import RendezvousSettings
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 COSTS = MeasuredCosts(
