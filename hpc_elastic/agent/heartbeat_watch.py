@@ -25,7 +25,7 @@ from hpc_elastic.run import heartbeats as run_heartbeats
 from hpc_elastic.run.activities import Source
 from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
-from hpc_elastic.worker_api.heartbeat_record import SETUP, STEP, VARIABLE, NoticeRecord
+from hpc_elastic.worker_api.records import SETUP, STEP, VARIABLE, NoticeRecord
 from hpc_elastic.workers.tree import descendants
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from hpc_elastic.base.files import check_private_dir
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.heartbeats import ProgressSource
-from hpc_elastic.worker_api import heartbeat_record
-from hpc_elastic.worker_api.heartbeat_record import SETUP, HeartbeatRecord, NoticeRecord
+from hpc_elastic.worker_api import records
+from hpc_elastic.worker_api.records import SETUP, HeartbeatRecord, NoticeRecord
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class HeartbeatFolder:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 # Written, not only made longer: a worker that finds no page later would be killed by SIGBUS.
-                if os.write(fd, heartbeat_record.empty_file()) != heartbeat_record.FILE_BYTES:
+                if os.write(fd, records.empty_file()) != records.FILE_BYTES:
                     raise OSError("no space left")
             finally:
                 os.close(fd)
@@ -262,11 +262,11 @@ class RoundBeats:
         return list(self.beats)
 
     def write_notice(self, notice: NoticeRecord) -> None:
-        self._write(*heartbeat_record.pack_notice(notice))
+        self._write(*records.pack_notice(notice))
 
     def write_lease(self, until_ns: int, looked_ns: int) -> None:
         """Writes as `pack_lease` says. Thread-safe."""
-        self._write(*heartbeat_record.pack_lease(until_ns, looked_ns))
+        self._write(*records.pack_lease(until_ns, looked_ns))
 
     def _write(self, offset: int, raw: bytes) -> None:
         for path in self.paths:
@@ -298,10 +298,10 @@ class RoundBeats:
             return before
         try:
             with open(path, "rb", buffering=0) as file:
-                raw = file.read(heartbeat_record.FILE_BYTES)
+                raw = file.read(records.FILE_BYTES)
         except OSError:
             return before
-        record, collectives = heartbeat_record.read_record(raw), heartbeat_record.COLLECTIVES.read(raw)
+        record, collectives = records.read_record(raw), records.COLLECTIVES.read(raw)
         if record is not None and (record.count, record.pid) != (before.count, before.pid):
             before = self._describe(before, raw, record, now)
         if collectives is None or before.source not in (ProgressSource.UNKNOWN, ProgressSource.COLLECTIVES):
@@ -335,15 +335,15 @@ class RoundBeats:
             checkpoints=record.checkpoints,
             saved_at=min(now, record.saved_ns / 1e9),
             saved_step=record.saved_step,
-            total=(heartbeat_record.TOTAL.read(raw) or (None,))[0] or None,
-            loss=(heartbeat_record.LOSS.read(raw) or (None,))[0],
+            total=(records.TOTAL.read(raw) or (None,))[0] or None,
+            loss=(records.LOSS.read(raw) or (None,))[0],
             first_step=None if record.is_counted else record.first_step,
             first_at=min(now, record.first_ns / 1e9),
             stepped_at=min(now, record.stepped_ns / 1e9),
             checkpoint_seconds=record.checkpoint_ns / 1e9,
             redone_seconds=record.redone_ns / 1e9,
-            sections=heartbeat_record.read_sections(raw),
-            spent=heartbeat_record.read_spent(raw),
+            sections=records.read_sections(raw),
+            spent=records.read_spent(raw),
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )

@@ -41,7 +41,7 @@ from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import REFUSED_CODE
 from hpc_elastic.store.notifier import read_secret
-from hpc_elastic.worker_api.heartbeat_record import QUESTIONS
+from hpc_elastic.worker_api.records import QUESTIONS
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes, set_parent_death_signal
 from hpc_elastic.workers.spawn import prepare_agent_process

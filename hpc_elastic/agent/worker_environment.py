@@ -24,8 +24,8 @@ from hpc_elastic.rendezvous.proposals import RankLayout
 from hpc_elastic.run.agent_events import UserCommandEnded
 from hpc_elastic.run.spec import Container, ContainerMount, RunSpec, Runtime
 from hpc_elastic.slurm.job_environment import in_job
-from hpc_elastic.worker_api.heartbeat_record import VARIABLE as HEARTBEAT
-from hpc_elastic.worker_api.restart_group import REPORTS
+from hpc_elastic.worker_api.records import RESTART_REPORTS
+from hpc_elastic.worker_api.records import VARIABLE as HEARTBEAT
 from hpc_elastic.worker_api.torch_import import STORE_VARIABLE
 from hpc_elastic.workers import user_command
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerStartError
@@ -234,7 +234,7 @@ def exit_of_script(container: Container | None, exitcode: int) -> int:
 
 def needed_mounts(container: Container, *, env: Mapping[str, str], cwd: str) -> list[ContainerMount]:
     """Folders of the host that a worker needs and its container would not have: each once, at its own path."""
-    files = (env.get("TORCHELASTIC_ERROR_FILE", ""), env.get(HEARTBEAT, ""), env.get(REPORTS, ""))
+    files = (env.get("TORCHELASTIC_ERROR_FILE", ""), env.get(HEARTBEAT, ""), env.get(RESTART_REPORTS, ""))
     folders = {cwd, env.get("HPC_ELASTIC_RUN_DIR", ""), *(os.path.dirname(file) for file in files)}
     given = [*_SHARED[container.image.runtime], *(mount.target for mount in container.mounts)]
     found: list[str] = []

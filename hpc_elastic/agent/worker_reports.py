@@ -28,10 +28,16 @@ from hpc_elastic.run.agent_events import (
     ReplacementRefused,
     WorkerReplaced,
 )
-from hpc_elastic.run.option_values import GrowPolicy
-from hpc_elastic.worker_api import restart_group as reports
-from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
-from hpc_elastic.worker_api.restart_group import RestartGroupEvent, RestartGroupReport, RestartWith
+from hpc_elastic.run.option_values import GrowPolicy, RestartWith
+from hpc_elastic.worker_api.records import (
+    CHECKPOINT,
+    RESTART_REPLACES,
+    RESTART_REPORTS,
+    RESTART_WAIT,
+    RestartGroupEvent,
+    RestartGroupReport,
+    read_report,
+)
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -302,9 +308,9 @@ class RestartGroupWatch(Part):
         """A wait that the user chose stays."""
         if not self._path:
             return {}
-        found = {reports.REPORTS: self._path}
+        found = {RESTART_REPORTS: self._path}
         if self._policy is RestartWith.IN_PROCESS:
-            found[reports.WAIT] = given.get(reports.WAIT) or f"{WAIT_SECONDS:g}"
+            found[RESTART_WAIT] = given.get(RESTART_WAIT) or f"{WAIT_SECONDS:g}"
         return found
 
     def look(self, agent: NodeAgent) -> None:
@@ -319,7 +325,7 @@ class RestartGroupWatch(Part):
             return
         *lines, self._unread = (self._unread + raw).split(b"\n")
         for raw_line in lines:
-            if (line := reports.decode(raw_line)) is not None:
+            if (line := read_report(raw_line)) is not None:
                 self._take(line, round_index)
 
     def replace_dead(self, workers: LocalWorkers) -> bool:
@@ -339,7 +345,7 @@ class RestartGroupWatch(Part):
         number = self._used.get(dead.local_rank, 0) + 1
         self._used[dead.local_rank] = number
         try:
-            pid = workers.replace(dead.local_rank, {reports.REPLACES: str(number)})
+            pid = workers.replace(dead.local_rank, {RESTART_REPLACES: str(number)})
         except (HpcElasticError, OSError) as error:
             return self._refuse(dead, f"{dead}, and no process can be started in its place: {error}", workers.round)
         reason = f"{dead}; {sum(self._used.values())} of {self._limit} replacements in this round are used"

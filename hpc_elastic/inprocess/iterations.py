@@ -45,7 +45,7 @@ from hpc_elastic.inprocess.state import (
     next_phase,
 )
 from hpc_elastic.inprocess.store import COMPLETED, INTERRUPTED, LONGEST_PAUSE, BarrierError, PrefixStore, wait_until
-from hpc_elastic.worker_api.restart_group import RestartGroupEvent
+from hpc_elastic.worker_api.records import RestartGroupEvent
 
 if TYPE_CHECKING:
     from hpc_elastic.inprocess.wrap import Wrapper

@@ -21,7 +21,13 @@ from hpc_elastic.base.clock import Staleness
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess.state import InternalError, State
 from hpc_elastic.inprocess.store import LONGEST_PAUSE, pause_after, read_value
-from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartGroupEvent, RestartGroupReport
+from hpc_elastic.worker_api.records import (
+    RESTART_REPLACES,
+    RESTART_REPORTS,
+    RESTART_WAIT,
+    RestartGroupEvent,
+    RestartGroupReport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +170,18 @@ class AgentLink(Struct, frozen=True, kw_only=True):
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> AgentLink:
         try:
-            wait = float(env[WAIT]) if env.get(WAIT) else None
-            replaces = int(env.get(REPLACES) or 0)
+            wait = float(env[RESTART_WAIT]) if env.get(RESTART_WAIT) else None
+            replaces = int(env.get(RESTART_REPLACES) or 0)
         except ValueError:
-            logger.warning("%s=%r, %s=%r: not numbers", WAIT, env.get(WAIT), REPLACES, env.get(REPLACES))
+            logger.warning(
+                "%s=%r, %s=%r: not numbers",
+                RESTART_WAIT,
+                env.get(RESTART_WAIT),
+                RESTART_REPLACES,
+                env.get(RESTART_REPLACES),
+            )
             wait, replaces = None, 0
-        return cls(reports=env.get(REPORTS, ""), wait=wait, replaces=replaces)
+        return cls(reports=env.get(RESTART_REPORTS, ""), wait=wait, replaces=replaces)
 
     def report(self, event: RestartGroupEvent, *, rank: int, **facts: Any) -> None:
         """Report to the agent, if there is one. This never waits, and a failure of it does not fail the group."""

@@ -35,7 +35,7 @@ from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchd
 from hpc_elastic.inprocess.replacement import Admission, Admissions, AgentLink, ReplacementProcess
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, detect_silence, read_value
-from hpc_elastic.worker_api.restart_group import RestartGroupEvent
+from hpc_elastic.worker_api.records import RestartGroupEvent
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -19,6 +19,7 @@ from hpc_elastic.run.option_values import (
     CheckpointRoom,
     GrowPolicy,
     NumaBinding,
+    RestartWith,
     command_like,
     one_of,
     parse_handled_signals,
@@ -46,7 +47,6 @@ from hpc_elastic.run.spec import (
     parse_container_workdir,
     parse_rdzv_conf,
 )
-from hpc_elastic.worker_api.restart_group import RestartWith
 
 _LAUNCHER = re.compile(r"torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|horovodrun|python[\d.]*")
 _SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|c|tc)?sh(?:\s|$)")

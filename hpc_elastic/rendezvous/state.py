@@ -26,7 +26,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.errors import HpcElasticError, IllegalTransitionError
 from hpc_elastic.run.paths import Outcome
-from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
+from hpc_elastic.worker_api.records import NO_STEP, STEP_PENDING
 
 MEASURE_SECONDS = 1.0
 """Seconds for which a node measures how fast its workers step before it says where they stand."""

@@ -39,7 +39,7 @@ from hpc_elastic.run.paths import (
     round_index,
 )
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, decode_bad_nodes
-from hpc_elastic.worker_api.heartbeat_record import STEP, is_section_name
+from hpc_elastic.worker_api.records import STEP, is_section_name
 
 OF_EACH_KIND = 16
 """Error files that are read of a round's failures that are alike: the first ones, by the events."""

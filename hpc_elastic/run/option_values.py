@@ -20,7 +20,7 @@ from msgspec import Meta, Struct, field
 
 from hpc_elastic.base.text import range_bounds
 from hpc_elastic.errors import UsageError
-from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, STEP, is_section_name
+from hpc_elastic.worker_api.records import NAME_LIMIT, STEP, is_section_name
 
 E = TypeVar("E", bound=Enum)
 
@@ -101,6 +101,13 @@ class GrowPolicy(str, Enum):
     NOW = "now"
     NEVER = "never"
     """Only where a new round begins for another reason."""
+
+
+class RestartWith(str, Enum):
+    PROCESSES = "processes"
+    """All workers of the run start again."""
+    IN_PROCESS = "in-process"
+    """The worker alone is replaced, if it was in the in-process restart group; the others keep their processes."""
 
 
 class RequeueChoice(str, Enum):

@@ -35,12 +35,12 @@ from hpc_elastic.run.option_values import (
     NumaBinding,
     RankRanges,
     RequeueChoice,
+    RestartWith,
     SectionTimeouts,
     StartMethod,
     StreamChoice,
     number_of,
 )
-from hpc_elastic.worker_api.restart_group import RestartWith
 
 
 class Runtime(str, Enum):

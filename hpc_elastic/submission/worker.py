@@ -42,7 +42,7 @@ from hpc_elastic.submission.call import (
     write_object,
 )
 from hpc_elastic.worker_api import heartbeat
-from hpc_elastic.worker_api.heartbeat_record import LAST_STEP, VARIABLE
+from hpc_elastic.worker_api.records import LAST_STEP, VARIABLE
 
 
 class JobNotRequeuedError(HpcElasticError):

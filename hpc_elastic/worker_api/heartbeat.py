@@ -18,9 +18,9 @@ from time import CLOCK_BOOTTIME, clock_gettime_ns
 from types import TracebackType
 from typing import Any
 
-from hpc_elastic.worker_api import heartbeat_record as page
-from hpc_elastic.worker_api.heartbeat_record import ASKS, HAS_NOTICE, IS_COUNTED, LAST_STEP, LEASE, SPENT, put_record
+from hpc_elastic.worker_api import records as page
 from hpc_elastic.worker_api.lease import await_lease
+from hpc_elastic.worker_api.records import ASKS, HAS_NOTICE, IS_COUNTED, LAST_STEP, LEASE, SPENT, put_record
 
 JOURNAL_VARIABLE = "HPC_ELASTIC_JOURNAL"
 """A folder, which ``hpc-elastic rehearse`` gives; without it a heartbeat writes no file."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from time import CLOCK_BOOTTIME, clock_gettime_ns
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.worker_api.heartbeat_record import LEASE, QUESTIONS, VARIABLE
+from hpc_elastic.worker_api.records import LEASE, QUESTIONS, VARIABLE
 
 ASK_SECONDS = 1.0
 GONE_SECONDS = 10.0

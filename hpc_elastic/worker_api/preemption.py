@@ -18,7 +18,7 @@ from time import CLOCK_BOOTTIME, clock_gettime_ns
 from typing import TYPE_CHECKING
 
 from hpc_elastic.worker_api import heartbeat
-from hpc_elastic.worker_api.heartbeat_record import STEP_PENDING, Struct
+from hpc_elastic.worker_api.records import STEP_PENDING, Struct
 
 
 class PreemptionNotice(Struct, frozen=True):

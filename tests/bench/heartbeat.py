@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
 from hpc_elastic.worker_api.heartbeat import count_optimizer_steps
-from hpc_elastic.worker_api.heartbeat_record import VARIABLE
+from hpc_elastic.worker_api.records import VARIABLE
 from tests.bench.table import Number
 
 _CALLS, _REPETITIONS, _WORKERS = 5_000, 15, 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.worker_api.heartbeat_record import ASKS, FIELDS, HAS_NOTICE, IS_COUNTED, NO_STEP, put_record
+from hpc_elastic.worker_api.records import ASKS, FIELDS, HAS_NOTICE, IS_COUNTED, NO_STEP, put_record
 
 _UNKNOWN = dict.fromkeys(("saved_step", "first_step"), NO_STEP)
 

@@ -23,7 +23,7 @@ folder.remove()
 _PAGE = """
 import os, sys
 from pathlib import Path
-from hpc_elastic.worker_api.heartbeat_record import empty_file
+from hpc_elastic.worker_api.records import empty_file
 os.umask(0)
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)

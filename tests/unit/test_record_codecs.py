@@ -41,9 +41,8 @@ from hpc_elastic.run.paths import AttemptInfo, StoredResult, load_attempt, load_
 from hpc_elastic.run.spec import Preload, RunSpec, load_run_spec
 from hpc_elastic.submission import call
 from hpc_elastic.submission.call import CallTerms
-from hpc_elastic.worker_api import heartbeat_record, restart_group
-from hpc_elastic.worker_api.heartbeat_record import HeartbeatRecord, NoticeRecord
-from hpc_elastic.worker_api.restart_group import RestartGroupReport
+from hpc_elastic.worker_api import records
+from hpc_elastic.worker_api.records import HeartbeatRecord, NoticeRecord, RestartGroupReport
 from tests.rigs.heartbeat_page import write_record
 from tests.rigs.memory_store import MemoryStore
 
@@ -182,7 +181,7 @@ def failure_there_and_back(record: WorkerFailure, folder: Path) -> WorkerFailure
 
 
 def report_there_and_back(record: RestartGroupReport, folder: Path) -> RestartGroupReport | None:
-    return restart_group.decode(record.encode()[:-1])
+    return records.read_report(record.encode()[:-1])
 
 
 def saved_and_read_by(load: Callable[[Path], Any]) -> Callable[[Any, Path], Any]:
@@ -221,19 +220,19 @@ def job_there_and_back(record: JobEntry, folder: Path) -> JobEntry:
 
 
 def heartbeat_there_and_back(record: HeartbeatRecord, folder: Path) -> HeartbeatRecord | None:
-    buffer = bytearray(heartbeat_record.empty_file())
+    buffer = bytearray(records.empty_file())
     values = {each.name: getattr(record, each.name) for each in msgspec.structs.fields(record)}
     names = ("step", "saved_step", "first_step")
-    steps = {name: heartbeat_record.NO_STEP if values[name] is None else values[name] for name in names}
+    steps = {name: records.NO_STEP if values[name] is None else values[name] for name in names}
     write_record(buffer, **{**values, **steps, "section": record.section.encode()})
-    return heartbeat_record.read_record(bytes(buffer))
+    return records.read_record(bytes(buffer))
 
 
 def notice_there_and_back(record: NoticeRecord, folder: Path) -> NoticeRecord | None:
-    buffer = bytearray(heartbeat_record.empty_file())
-    at, written = heartbeat_record.pack_notice(record)
+    buffer = bytearray(records.empty_file())
+    at, written = records.pack_notice(record)
     buffer[at : at + len(written)] = written
-    return heartbeat_record.read_notice(buffer)
+    return records.read_notice(buffer)
 
 
 OWN_WAYS: dict[type, Callable[[Any, Path], Any]] = {

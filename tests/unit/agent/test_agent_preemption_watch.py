@@ -13,7 +13,7 @@ from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.worker_reports import PreemptionWatch, ended_by_notice
 from hpc_elastic.rendezvous.state import PreemptionStatus, RoundRecord, RunNotice, Status
-from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
+from hpc_elastic.worker_api.records import NO_STEP, STEP_PENDING
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_record
 

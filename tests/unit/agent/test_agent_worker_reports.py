@@ -16,16 +16,15 @@ from hpc_elastic.agent.local_workers import DeadWorker, keep_apart
 from hpc_elastic.agent.worker_reports import CheckpointStatus, CheckpointWatch, RestartGroupWatch, why_not_replaced
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.state import Status
-from hpc_elastic.run.option_values import GrowPolicy
-from hpc_elastic.worker_api.restart_group import (
+from hpc_elastic.run.option_values import GrowPolicy, RestartWith
+from hpc_elastic.worker_api.records import (
     LINE_LIMIT,
-    REPLACES,
-    REPORTS,
-    WAIT,
+    RESTART_REPLACES,
+    RESTART_REPORTS,
+    RESTART_WAIT,
     RestartGroupEvent,
     RestartGroupReport,
-    RestartWith,
-    decode,
+    read_report,
 )
 from tests.rigs.event_pairs import log_into_dicts
 from tests.rigs.fake_clock import FakeClock
@@ -232,7 +231,7 @@ def test_a_worker_that_died_in_its_restart_group_is_replaced_so_often_as_it_may(
     assert group.watch.replace_dead(workers)
     workers.dead = [DEAD]
     assert not group.watch.replace_dead(workers), "two in a round"
-    assert workers.started == [(1, {REPLACES: "1"}), (0, {REPLACES: "1"})]
+    assert workers.started == [(1, {RESTART_REPLACES: "1"}), (0, {RESTART_REPLACES: "1"})]
     assert group.names == ["worker_replaced", "worker_replaced", "replacement_refused"]
     assert (group.events[0]["old_pid"], group.events[0]["pid"], group.events[0]["exitcode"]) == (100, 201, -9)
     workers.round = 4
@@ -267,13 +266,13 @@ def test_under_the_other_policy_all_start_again_and_the_reports_are_kept(tmp_pat
     assert group.names == ["ring_restarted", "ring_left"]
     assert group.events[0]["interruptions"] == [[1, "EXCEPTION"]]
     assert {event["round"] for event in group.events} == {7}
-    assert group.watch.environment({}) == {REPORTS: str(group.path)}
+    assert group.watch.environment({}) == {RESTART_REPORTS: str(group.path)}
     os.close(*group.watch.watched())
 
 
 def test_the_workers_are_given_where_to_report_and_how_long_to_wait(group: Group) -> None:
-    assert group.watch.environment({}) == {REPORTS: str(group.path), WAIT: "300"}
-    assert group.watch.environment({WAIT: "20"})[WAIT] == "20"
+    assert group.watch.environment({}) == {RESTART_REPORTS: str(group.path), RESTART_WAIT: "300"}
+    assert group.watch.environment({RESTART_WAIT: "20"})[RESTART_WAIT] == "20"
 
 
 def test_without_a_folder_nothing_is_heard(tmp_path: Path) -> None:
@@ -306,14 +305,14 @@ def test_a_line_never_exceeds_what_a_pipe_takes_at_once() -> None:
     )
     raw = line.encode()
     assert len(raw) <= LINE_LIMIT < 4096
-    found = decode(raw)
+    found = read_report(raw)
     assert found is not None
     assert found.event is RestartGroupEvent.RESTARTED
     assert found.interruptions == many[: len(found.interruptions)]
     short = RestartGroupReport(
         event=RestartGroupEvent.RESTARTED, pid=7, rank=1, seconds=0.25, interruptions=((3, "EXCEPTION"),), joined=(2,)
     )
-    assert decode(short.encode()) == short
+    assert read_report(short.encode()) == short
 
 
 def test_a_dead_workers_error_file_is_kept_apart(tmp_path: Path) -> None:

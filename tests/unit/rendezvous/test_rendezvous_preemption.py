@@ -25,7 +25,7 @@ from hpc_elastic.rendezvous.state import (
     seconds_to_save,
 )
 from hpc_elastic.run.paths import Outcome
-from hpc_elastic.worker_api.heartbeat_record import NO_STEP
+from hpc_elastic.worker_api.records import NO_STEP
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, committed, decide, record, uid, view
 
 NOTICE = RunNotice("SIGUSR2 on n0", 85.0)

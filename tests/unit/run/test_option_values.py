@@ -17,6 +17,7 @@ from hpc_elastic.run.option_values import (
     GrowPolicy,
     MetricsTarget,
     RequeueChoice,
+    RestartWith,
     Scope,
     SectionTimeouts,
     Std,
@@ -33,7 +34,6 @@ from hpc_elastic.run.option_values import (
     shown_in_job_log,
 )
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
-from hpc_elastic.worker_api.restart_group import RestartWith
 
 GIB = 1 << 30
 

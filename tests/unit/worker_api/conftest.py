@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.worker_api import flight_recorder, heartbeat
-from hpc_elastic.worker_api.heartbeat_record import VARIABLE, empty_file
+from hpc_elastic.worker_api.records import VARIABLE, empty_file
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import hpc_elastic
 from hpc_elastic.worker_api import flight_recorder, heartbeat, torch_import
 from hpc_elastic.worker_api.flight_recorder import VARIABLE
-from hpc_elastic.worker_api.heartbeat_record import COLLECTIVES, read_record
+from hpc_elastic.worker_api.records import COLLECTIVES, read_record
 from hpc_elastic.worker_api.torch_import import start
 
 ROOT = Path(__file__).parents[3]

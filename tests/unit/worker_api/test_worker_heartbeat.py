@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import hpc_elastic
 from hpc_elastic.worker_api import heartbeat
-from hpc_elastic.worker_api.heartbeat_record import (
+from hpc_elastic.worker_api.records import (
     FILE_BYTES,
     LOSS,
     NO_STEP,

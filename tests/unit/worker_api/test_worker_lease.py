@@ -14,7 +14,7 @@ import pytest
 import hpc_elastic
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.worker_api import heartbeat, lease, preemption
-from hpc_elastic.worker_api.heartbeat_record import QUESTIONS, VARIABLE, pack_lease, read_record
+from hpc_elastic.worker_api.records import QUESTIONS, VARIABLE, pack_lease, read_record
 
 HOUR = 3600 * 10**9
 

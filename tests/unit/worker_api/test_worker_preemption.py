@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hpc_elastic
 from hpc_elastic.worker_api import heartbeat, preemption
-from hpc_elastic.worker_api.heartbeat_record import (
+from hpc_elastic.worker_api.records import (
     FILE_BYTES,
     NO_STEP,
     STEP_PENDING,

@@ -1,14 +1,17 @@
-"""One worker's heartbeat as bytes: what the worker writes into a small mapped file, and its agent reads there; and the
-notice that its job is going to be ended, the other way.
+"""The records that a worker and its agent write for each other. Pure.
 
-The file holds two copies of the record. The worker writes them in turn, each with a checksum, so that a reader always
-finds one that is whole: also while the other is being written, and where the writer was stopped or killed meanwhile.
+A worker's heartbeat is bytes in a small mapped file, where its agent reads them; the notice that the job is going to be
+ended lies there, too. The file holds two copies of the heartbeat. The worker writes them in turn, each with a checksum,
+so that a reader always finds one that is whole: also while the other is being written, and where the writer was stopped
+or killed meanwhile. A rank of the in-process restart group reports in a named pipe, one line of JSON at a time, short
+enough to be written whole beside those of other ranks.
 """
 
 from __future__ import annotations
 
 import struct
 from binascii import crc32
+from enum import Enum
 from typing import Any
 
 try:
@@ -204,3 +207,67 @@ def read_notice(buffer: bytes | memoryview | object) -> NoticeRecord | None:
 def empty_file() -> bytes:
     """The agent puts all of it there before the worker starts, so that no page of it is missing later."""
     return MAGIC.ljust(FILE_BYTES, b"\0")
+
+
+RESTART_REPORTS = "HPC_ELASTIC_RING_REPORTS"
+"""The path of the agent's named pipe, for reports. Unset: no agent reads."""
+RESTART_WAIT = "HPC_ELASTIC_RING_WAIT"
+"""Seconds for which the ranks that are left wait for a fresh process in a dead one's place. Unset: none will come."""
+RESTART_REPLACES = "HPC_ELASTIC_RING_REPLACES"
+"""1 for the first process that is started in a dead one's place, and so on. Unset: it is no such process."""
+LINE_LIMIT = 4000
+"""Bytes; a pipe takes 4096 (PIPE_BUF) at once or not at all."""
+_LONGEST_TEXT = 1000
+
+
+class RestartGroupEvent(str, Enum):
+    BEGUN = "begun"
+    """The process is in a wrapped call: the restart group can replace it."""
+    ENDED = "ended"
+    LEFT = "left"
+    """It ends alone; the others go on without it."""
+    GAVE_UP = "gave_up"
+    """The restart group can't go on: no process is to be put in this one's place."""
+    RESTARTED = "restarted"
+    """The function starts again; one rank reports it for all."""
+
+
+class RestartGroupReport(Struct, frozen=True, kw_only=True):
+    """One line. Ranks are those that the process was started with, where nothing else is said."""
+
+    event: RestartGroupEvent
+    pid: int
+    rank: int
+    reason: str = ""
+    iteration: int = 0
+    seconds: float = 0.0
+    world_size: int = 0
+    active_world_size: int = 0
+    interruptions: tuple[tuple[int, str], ...] = ()
+    """Rank in the iteration that was interrupted, and the name of its `Interruption`."""
+    joined: tuple[int, ...] = ()
+    """Ranks in that iteration whose places fresh processes took."""
+
+    def encode(self) -> bytes:
+        import json  # a heartbeat needs none of it
+
+        from hpc_elastic.base.codec import to_json
+
+        value = to_json(self)
+        value["reason"] = self.reason[:_LONGEST_TEXT]
+        for short in (64, 8, 0):
+            line = json.dumps(value).encode() + b"\n"
+            if len(line) <= LINE_LIMIT:
+                return line
+            value["interruptions"], value["joined"] = value["interruptions"][:short], value["joined"][:short]
+            value["reason"] = value["reason"][:short]
+        return line
+
+
+def read_report(line: bytes) -> RestartGroupReport | None:
+    from hpc_elastic.base.codec import UnreadableRecordError, loads
+
+    try:
+        return loads(RestartGroupReport, line)
+    except UnreadableRecordError:
+        return None
