@@ -14,19 +14,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from msgspec import to_builtins
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import ASK_SLURM_EVERY, SlurmWatch, show_to_end
 from hpc_elastic.cli.main import print_note
-from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
-from hpc_elastic.doctor.host import check_host, judge_pythons, look_at_python
-from hpc_elastic.doctor.node_job import DOCTOR_TAKEN, ProbedNode, ProbeJob, collect, judge_nodes, plan_job, unfinished
-from hpc_elastic.doctor.slurm_checks import SavedFindings, SlurmFacts, ask_slurm, check_slurm, save_findings
+from hpc_elastic.doctor.checks import (
+    DoctorFinding,
+    SavedFindings,
+    Severity,
+    SlurmFacts,
+    ask_slurm,
+    check_slurm,
+    problem,
+    save_findings,
+)
+from hpc_elastic.doctor.host import ProbeSettings, check_host, judge_pythons, look_at_python
+from hpc_elastic.doctor.node_job import ProbedNode, collect, facts_folder, judge_nodes, unfinished
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
@@ -46,6 +55,8 @@ from hpc_elastic.rehearsal.journal import LossSource, parse_pattern
 from hpc_elastic.rehearsal.judge import KINDS, QUICK, parse_kinds
 from hpc_elastic.rehearsal.live_run import RehearsalOptions
 from hpc_elastic.rehearsal.rehearse import Rehearsal, as_json, as_page, as_text
+from hpc_elastic.run.option_values import GrowPolicy
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, RunSpec
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.commands import SlurmError
@@ -69,6 +80,16 @@ DOCTOR_OPTIONS = (
     define(Group.SHOWN, "--save", metavar="user|site", optional_value=True, in_files=False,
         help="keep what was found, for this account or, as --save=site, for all: submit then warns by it"),
 )  # fmt: skip
+DOCTOR_TAKEN = frozenset(
+    (
+        *job_options.AS_GIVEN,
+        *("partition", "account", "qos", "time", "exclude", "gpus_per_node", "sbatch_args", "srun_args", "profile"),
+        *("cluster", "runs_dir", "allow_local_runs_dir", "chdir", "python", "setup", "setup_timeout", "rdzv_conf"),
+        *("master_addr", "container_image", "container_mounts", "container_workdir", "container_env", "container_args"),
+        *("grace", "shutdown_timeout"),
+    )
+)
+"""`Option.dest` of the options of ``submit`` that it takes."""
 
 
 def main_doctor(argv: Sequence[str]) -> int:
@@ -122,6 +143,55 @@ def main_doctor(argv: Sequence[str]) -> int:
         kept = SavedFindings(saved_ns=clock.time_ns(), findings=tuple(findings), slurm=slurm)
         print_note(f"kept in {save_findings(kept, env=env, for_site=save == 'site')}")
     return 1 if any(finding.level is Severity.PROBLEM for finding in findings) else 0
+
+
+class ProbeJob(Struct, frozen=True, kw_only=True):
+    spec: RunSpec
+    runs_dir: Path
+    """A folder below the one for runs, so that `hpc-elastic list` does not show it."""
+    settings: ProbeSettings
+    slurm: SlurmJob | None = None
+    """The same spec as a job; None: on this machine."""
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.runs_dir / self.spec.run_id)
+
+
+def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJob:
+    # Not this interpreter's name alone: --setup would put its own interpreter in that place.
+    command = ("/usr/bin/env", *module_command("hpc_elastic.doctor.node_job", "main"))
+    values = {
+        "job_name": ("doctor",), "no_python": ("1",), "nproc_per_node": ("1",), "requeue": ("0",),
+        "max_requeues": ("0",), "max_restarts": ("0",), "health_checks": ("none",),
+    }  # fmt: skip
+    if "SBATCH_TIMELIMIT" not in env:
+        values["time"] = ("20",)
+    asked = replace(parsed, command=command, values={**values, **parsed.values, "grace": ("60",)})
+    cwd = working_directory(parsed, env)
+    runs_dir = runs_directory(parsed, cwd) / "doctor"
+    slurm = slurm_job(asked, env, array="") if cluster == "slurm" else None
+    if slurm is not None:
+        spec = slurm.spec
+    else:
+        spec = build_spec(
+            asked, cluster="local", nodes=job_options.asked_nodes(parsed), cwd=cwd, env=env,
+            grace=job_options.notice_seconds(asked),
+        )  # fmt: skip
+    own = sys.executable if spec.container is None else "python3"
+    settings = ProbeSettings(python=parsed.get("python") or own, container=spec.container)
+    args = (*spec.entrypoint.args, str(facts_folder(RunPaths(runs_dir / spec.run_id))), codec.dumps(settings))
+    spec = replace(
+        spec,
+        # The agents would serve the workers' store by the workers' interpreter, which is yet to be tried.
+        entrypoint=replace(spec.entrypoint, args=args, python=sys.executable),
+        min_nodes=1,  # facts of the nodes that come are better than none
+        grow=GrowPolicy.NEVER,
+        rdzv_conf={"last_call_timeout": 60.0, **spec.rdzv_conf},
+        container_image=None,
+    )
+    slurm = replace(slurm, spec=spec) if slurm is not None else None
+    return ProbeJob(spec=spec, runs_dir=runs_dir, settings=settings, slurm=slurm)
 
 
 def _examine_nodes(

@@ -76,7 +76,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     # What submits is imported here: a third of a second that ``--help`` has no use for.
     from hpc_elastic.base.clock import SystemClock
     from hpc_elastic.cli.follow import follow, leave
-    from hpc_elastic.doctor.slurm_checks import saved_notes
+    from hpc_elastic.doctor.checks import saved_notes
     from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
     from hpc_elastic.slurm.commands import scancel
 

@@ -1,6 +1,7 @@
 """A host as a run uses it: its folders, the memory and the notices of its job, the workers' interpreter, its GPUs.
 
-The probes run on each node, their judges where doctor does; `check_host` judges the host of doctor itself.
+The probes run on each node, and exchange values by files of the run's own store (`ProbeSite`). Their judges run where
+doctor does; `check_host` judges the host of doctor itself.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from math import ceil
 from pathlib import Path
@@ -20,11 +22,11 @@ import hpc_elastic
 from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, RoomFacts, gpus_from_json, judge_gpus, own_gpus
 from hpc_elastic.agent.health_checks import memory_limits
 from hpc_elastic.agent.worker_environment import enter_container
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.host_facts import filesystem_type, module_command, source_command, source_environment
 from hpc_elastic.base.text import clean_line, first_of
-from hpc_elastic.doctor.findings import (
+from hpc_elastic.doctor.checks import (
     DoctorFinding,
-    ProbeSite,
     fold,
     ok,
     problem,
@@ -37,8 +39,57 @@ from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, SlurmError
 from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job, names_text
+from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.worker_api.preemption import preemption_notice
 from hpc_elastic.workers.linux import oom_kill_count
+
+_GATHER_LOOK_SECONDS = 0.01
+_LONGEST_GATHER_PAUSE = 0.2
+
+
+class ProbeSettings(Struct, frozen=True, kw_only=True):
+    python: str
+    """The workers' interpreter. The probes themselves use doctor's own, which has this package."""
+    container: Container | None = None
+
+
+class ProbeSite(Struct, kw_only=True):
+    rank: int
+    world_size: int
+    node: str
+    """Slurm's name; ``node1`` where this machine plays the nodes."""
+    folder: Path
+    """``doctor`` in the run directory: all nodes see it."""
+    settings: ProbeSettings
+    store: FileStore
+    clock: Clock
+    env: Mapping[str, str]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def gather(self, name: str, value: str = "1", *, seconds: float = 60.0) -> dict[int, str]:
+        """A `name` is used once. A rank that did not come in `seconds` is missing from the answer."""
+        self.store.put_if_absent(f"{name}/{self.rank:05d}", value)
+        deadline = self.clock.monotonic() + seconds
+        found: dict[int, str] = {}
+        invalidate_at, pause = 0.0, _GATHER_LOOK_SECONDS
+        while len(found) < self.world_size:
+            now = self.clock.monotonic()
+            if now >= invalidate_at:
+                self.store.invalidate(name)
+                invalidate_at = now + 0.5
+            new = [key for key in self.store.list(name) if key.isdecimal() and int(key) not in found]
+            values = self.store.get_many([f"{name}/{key}" for key in new])
+            found.update({int(key): text for key, text in zip(new, values, strict=True) if text is not None})
+            if now >= deadline or (not new and self.clock.wait(self.stop, pause)):
+                break
+            pause = _GATHER_LOOK_SECONDS if new else min(_LONGEST_GATHER_PAUSE, 1.2 * pause)
+        return found
+
+    def barrier(self, name: str, *, seconds: float = 60.0) -> tuple[int, ...]:
+        """Wait for all; the ranks that did not come in time are returned."""
+        came = self.gather(name, seconds=seconds)
+        return tuple(rank for rank in range(self.world_size) if rank not in came)
+
 
 IMPORT_SECONDS = 300.0
 """Limit of one start of the interpreter with one import of torch."""

@@ -1,55 +1,330 @@
-"""The doctor's own job: its run, its worker on each node, the facts that these write, and their judgement."""
+"""The doctor's job on a run's nodes: the facts that its worker writes on each, and their judgement.
+
+Of the network between the nodes, addresses, clocks and bandwidth, both are here; of each host by itself in `host`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
+import hpc_elastic
 from hpc_elastic.agent.health import GPU_SECONDS
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import Unreadable, ask_about, make_private_dir
-from hpc_elastic.base.host_facts import module_command
-from hpc_elastic.doctor import host, network
-from hpc_elastic.doctor.findings import DoctorFinding, ProbeSettings, ProbeSite, fold, ok, problem
-from hpc_elastic.doctor.host import IMPORT_SECONDS, FileFacts, GpusFacts, JobMemoryFacts, NoticeFacts, PythonFacts
-from hpc_elastic.doctor.network import BandwidthFacts, NetworkFacts
-from hpc_elastic.options import job_options
-from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
-from hpc_elastic.options.table import Parsed
+from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
+from hpc_elastic.base.text import first_of
+from hpc_elastic.doctor import host
+from hpc_elastic.doctor.checks import DoctorFinding, fold, ok, problem, problem_unless, warn_unless, warning
+from hpc_elastic.doctor.host import (
+    IMPORT_SECONDS,
+    FileFacts,
+    GpusFacts,
+    JobMemoryFacts,
+    NoticeFacts,
+    ProbeSettings,
+    ProbeSite,
+    PythonFacts,
+)
 from hpc_elastic.run.node_score import load_record
-from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import RunPaths, UnreadableAttemptError, load_attempt, load_newest_result
-from hpc_elastic.run.spec import Container, RunSpec
-from hpc_elastic.slurm.job_environment import names_text
+from hpc_elastic.run.spec import Container
+from hpc_elastic.slurm.job_environment import in_job, names_text
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.worker_api.preemption import preemption_notice
 
-NAME = "doctor"
+PROGRAM = Path(hpc_elastic.__file__).resolve().parent / "pytorch" / "link_probe.py"
+_CONNECT_SECONDS = 3.0
+_GATHER_SECONDS = 30.0
+_READY_SECONDS, _TRANSFER_SECONDS = 60.0, 9.0
+"""Limits of a node's import of torch, and of one exchange of data."""
+_PARTNERS = 3
+_MOST = 4
+
+
+class Reached(Struct, frozen=True, kw_only=True):
+    node: str
+    """The node of the address; empty: MASTER_ADDR's."""
+    address: str
+    error: str = ""
+    ahead: float | None = None
+    """Seconds that this node's wall clock is ahead of the other's, plus or minus `bound`; None: it did not answer."""
+    bound: float = 0.0
+
+
+class Transfer(Struct, frozen=True, kw_only=True):
+    node: str = ""
+    seconds: float | None = None
+    """None: it failed."""
+    bytes: int = 0
+    why: str = ""
+
+
+class NetworkFacts(Struct, frozen=True, kw_only=True):
+    addresses: tuple[str, ...] = ()
+    """Its own, as the agents use them: those that its name resolves to, then those of its interfaces."""
+    reached: tuple[Reached, ...] = ()
+    master: Reached | None = None
+
+
+class BandwidthFacts(Struct, frozen=True, kw_only=True):
+    transfers: tuple[Transfer, ...] = ()
+    backend: str = ""
+
+
+class NodeAddresses(Struct, frozen=True, kw_only=True):
+    node: str
+    addresses: tuple[str, ...]
+    port: int
+
+
+class LinkEnd(NodeAddresses, frozen=True, kw_only=True):
+    """The same for a node that is ready to exchange data. A peer that connects to the port shows the token."""
+
+    backend: str = "tcp"
+    gpus: int = 0
+    token: str = ""
+
+
+def _own_addresses(site: ProbeSite) -> tuple[str, ...]:
+    return tuple(candidate_addresses(site.node)) if in_job(site.env) else (LOOPBACK,)
+
+
+def probe_network(site: ProbeSite) -> NetworkFacts:
+    addresses = _own_addresses(site)
+    master, port = site.env.get("MASTER_ADDR", ""), int(site.env.get("MASTER_PORT", "0"))
+    listeners = [socket.create_server(("0.0.0.0", 0), backlog=128)]
+    if site.rank == 0 and port and site.env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        with contextlib.suppress(OSError):  # another program has it: that is then what the others reach
+            listeners.append(socket.create_server(("0.0.0.0", port), backlog=128))  # as rank 0 would do itself
+    mine = NodeAddresses(node=site.node, addresses=addresses, port=listeners[0].getsockname()[1])
+    raw = site.gather("network-hello", codec.dumps(mine), seconds=_GATHER_SECONDS)
+    for one in listeners:
+        threading.Thread(target=_answer_all, args=(one,), daemon=True).start()
+    hellos = [codec.loads(NodeAddresses, text) for rank, text in sorted(raw.items()) if rank != site.rank]
+    places = [(hello.node, address, hello.port) for hello in hellos for address in hello.addresses]
+    with ThreadPoolExecutor(32) as pool:
+        reached = tuple(pool.map(lambda place: _connect(*place), places))
+    to_master = _connect("", master, port) if master else None
+    site.barrier("network-connected", seconds=_GATHER_SECONDS)
+    for one in listeners:
+        one.close()
+    return NetworkFacts(addresses=addresses, reached=reached, master=to_master)
+
+
+def _answer_all(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it was closed
+        while True:
+            connection = listener.accept()[0]
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_CONNECT_SECONDS)
+                connection.recv(1)
+                connection.sendall(b"%020d" % time.time_ns())
+
+
+def _connect(node: str, address: str, port: int) -> Reached:
+    # Without a `node` another program may answer there, whose clock is not asked for.
+    try:
+        with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
+            if not node:
+                return Reached(node=node, address=address)
+            asked = time.time_ns()
+            connection.sendall(b"?")
+            answer = connection.recv(20, socket.MSG_WAITALL)
+            answered = time.time_ns()
+    except OSError as error:
+        return Reached(node=node, address=address, error=error.strerror or str(error))
+    ahead = ((asked + answered) // 2 - int(answer)) / 1e9 if len(answer) == 20 else None
+    return Reached(node=node, address=address, ahead=ahead, bound=(answered - asked) / 2e9)
+
+
+def partners_of(rank: int, count: int) -> list[int | None]:
+    """The ranks of a pair add up to one odd number in a round, modulo `count`: no two rounds have a pair in common."""
+    rounds = min(_PARTNERS, count if count % 2 else count // 2)
+    partners = [(2 * number + 1 - rank) % count for number in range(rounds)]
+    return [None if partner == rank else partner for partner in partners]
+
+
+def probe_bandwidth(site: ProbeSite) -> BandwidthFacts | None:
+    if site.world_size < 2:
+        return None
+        # From here the workers' interpreter in a container can't be started: then without torch.
+    python = site.settings.python if site.settings.container is None else sys.executable
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            process = subprocess.Popen([python, str(PROGRAM)], stdin=theirs.fileno(), env=dict(site.env))
+        try:
+            return exchange_data(site, ours)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def exchange_data(site: ProbeSite, control: socket.socket) -> BandwidthFacts:
+    """Raises OSError: the process at the other end of `control` is not ready in time."""
+    ready = _receive(control, _READY_SECONDS)
+    shown = {"node": site.node, "token": os.urandom(16).hex(), "addresses": list(_own_addresses(site))}
+    own = codec.readable(LinkEnd, {**ready, **shown}) if ready else None
+    if own is None:
+        raise TimeoutError("the workers' interpreter did not start it in time")
+    raw = site.gather("link-ends", codec.dumps(own), seconds=_READY_SECONDS)
+    ends = {rank: codec.loads(LinkEnd, text) for rank, text in raw.items()}
+    # One for all: the times are compared. Later ones use more of what workers use.
+    backend = min((end.backend for end in ends.values()), key=("tcp", "gloo", "nccl").index)
+    done = []
+    for number, partner in enumerate(partners_of(site.rank, site.world_size)):
+        site.barrier(f"link-round-{number}", seconds=_TRANSFER_SECONDS + 2.0)
+        if partner is None or partner not in ends:
+            continue
+        first = min(site.rank, partner)
+        order = {
+            "rank": int(site.rank != first), "addresses": ends[first].addresses, "port": ends[first].port,
+            "backend": backend, "gpus": min(own.gpus, ends[partner].gpus) if backend == "nccl" else 0,
+            "token": f"{ends[first].token} {number}", "seconds": _TRANSFER_SECONDS,
+        }  # fmt: skip
+        with contextlib.suppress(OSError):  # it has ended: then there is no answer either
+            control.send(json.dumps(order).encode())
+        answer = _receive(control, _TRANSFER_SECONDS + 1.0) or {"why": "the process that measures has ended, or hangs"}
+        done.append(Transfer(node=ends[partner].node, **answer))
+    return BandwidthFacts(transfers=tuple(done), backend=backend)
+
+
+def _receive(control: socket.socket, seconds: float) -> dict[str, Any]:
+    control.settimeout(seconds)
+    try:
+        found = json.loads(control.recv(1 << 16))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def judge_network(facts: Mapping[str, NetworkFacts]) -> list[DoctorFinding]:
+    return [_addresses(facts), *_master(facts), _clocks(facts)] if len(facts) > 1 else []
+
+
+def _addresses(facts: Mapping[str, NetworkFacts]) -> DoctorFinding:
+    tried = [(node, one) for node, own in facts.items() for one in own.reached]
+    works = {(node, one.node) for node, one in tried if not one.error}
+    why = {(node, one.node): f"{one.address}: {one.error}" for node, one in tried}
+    cut_off = [
+        f"{node} does not reach {other} ({why.get((node, other), 'it has no address')})"
+        for node, other in permutations(facts, 2)
+        if (node, other) not in works
+    ]
+    names = {node: own.addresses[0] for node, own in facts.items() if own.addresses}
+    failed = [f"{one.node}'s {one.address} from {node}" for node, one in tried if one.error]
+    if cut_off:
+        return problem(
+            "network.addresses", first_of(cut_off, _MOST), "workers on these nodes can't meet: a run there fails",
+            "--exclude one of the nodes, and have the site look at its network and firewall",
+        )  # fmt: skip
+    return warn_unless(
+        not any(one.error and one.address == names.get(one.node) for _, one in tried), "network.addresses",
+        f"not reached: {first_of(failed, _MOST)}" if failed
+        else f"each node reaches each ({first_of([f'{node} at {address}' for node, address in names.items()], _MOST)})",
+        "a script that uses the name of such a node as MASTER_ADDR does not work everywhere",
+        "use MASTER_ADDR as workers get it (an address that others have reached), or --master-addr; "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME for the process group",
+    )  # fmt: skip
+
+
+def _master(facts: Mapping[str, NetworkFacts]) -> Iterator[DoctorFinding]:
+    tried = {node: own.master for node, own in facts.items() if own.master is not None}
+    failed = [f"{node} ({found.error})" for node, found in tried.items() if found.error]
+    reached = f"not reached from {first_of(failed, _MOST)}" if failed else "reached from all nodes"
+    for address in dict.fromkeys(found.address for found in tried.values()):
+        yield problem_unless(
+            not failed, "network.master", f"MASTER_ADDR={address} is {reached}",
+            "workers there wait for the process group until it times out",
+            "--master-addr with an address of the first node that all others reach; --master-port where a firewall "
+            "lets few ports through",
+        )  # fmt: skip
+
+
+def _clocks(facts: Mapping[str, NetworkFacts]) -> DoctorFinding:
+    # Each pair of nodes once, by its first node's clock.
+    apart = [
+        (abs(one.ahead), one.bound, f"{node}'s and {one.node}'s")
+        for node, own in facts.items()
+        for one in own.reached
+        if one.ahead is not None and node < one.node
+    ]
+    if not apart:
+        return ok("network.clocks", "not known: no node reached another")
+    far = dict.fromkeys(pair for ahead, bound, pair in apart if ahead - bound > 1.0)
+    least, most = max(ahead - bound for ahead, bound, _ in apart), max(ahead + bound for ahead, bound, _ in apart)
+    return warn_unless(
+        not far, "network.clocks",
+        f"up to {least:.1f} s apart: {first_of(list(far), _MOST)}" if far else f"at most {1000 * most:.1f} ms apart",
+        "the times in the scripts' own logs do not fit together; hpc-elastic compares no wall clocks",
+        "have the site look at NTP on the nodes that are named most",
+    )  # fmt: skip
+
+
+def judge_bandwidth(facts: Mapping[str, BandwidthFacts]) -> Iterator[DoctorFinding]:
+    done = [(node, one) for node, own in facts.items() for one in own.transfers]
+    if not done:
+        return
+    best: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for node, one in done:
+        if one.seconds is not None:
+            best[node] = min(one.seconds, best.get(node, one.seconds))
+        else:  # of both ends the later one's reason: it tried to connect, the other could only wait
+            failed[" and ".join(sorted((node, one.node)))] = one.why
+    by = next(own.backend for own in facts.values() if own.transfers)
+    if failed:
+        dead = dict.fromkeys(node for node, _ in done if best and node not in best)
+        shown = first_of([f"{pair}: {why}" for pair, why in failed.items()], _MOST)
+        way_out = f"{by} must find the right network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); ask the site"
+        yield problem(
+            "network.bandwidth", f"no transfer between {shown}", "collectives between them fail or hang",
+            f"--exclude {names_text(dead)}, and have the site look at its network" if dead else way_out,
+        )  # fmt: skip
+    if not best:
+        return
+    size, usual = max(one.bytes for _, one in done), median(best.values())
+    slow = [f"{node}: {_rate(size, seconds)}" for node, seconds in best.items() if seconds > 2 * usual]
+    if slow:
+        yield warning(
+            "network.bandwidth",
+            f"{first_of(slow, _MOST)}, where the median of {len(best)} nodes is {_rate(size, usual)}",
+            "all workers wait for the slowest in each step", "--exclude it, and have the site look at its network",
+        )  # fmt: skip
+    if not failed and not slow:
+        by = "a plain TCP connection, as the workers' Python lacks torch" if by == "tcp" else by
+        rates = f"{_rate(size, usual)} in the median, {_rate(size, max(best.values()))} at least"
+        yield ok("network.bandwidth", f"{rates}, between two nodes by {by}")
+
+
+def _rate(count: int, seconds: float) -> str:
+    rate = 8 * count / max(seconds, 1e-9)
+    return f"{rate / 1e9:.1f} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.1f} Mbit/s"
+
+
 _ENDING = ".node.json"
-DOCTOR_TAKEN = frozenset(
-    (
-        *job_options.AS_GIVEN,
-        *("partition", "account", "qos", "time", "exclude", "gpus_per_node", "sbatch_args", "srun_args", "profile"),
-        *("cluster", "runs_dir", "allow_local_runs_dir", "chdir", "python", "setup", "setup_timeout", "rdzv_conf"),
-        *("master_addr", "container_image", "container_mounts", "container_workdir", "container_env", "container_args"),
-        *("grace", "shutdown_timeout"),
-    )
-)
-"""`Option.dest` of the options of ``submit`` that it takes."""
 PARTS: Mapping[str, tuple[Callable[[ProbeSite], Any], float]] = {
     "memory": (host.probe_memory, 60.0),
     "files": (host.probe_files, 240.0),
-    "network": (network.probe_network, 180.0),
+    "network": (probe_network, 180.0),
     "python": (host.probe_python, IMPORT_SECONDS + 60.0),
-    "bandwidth": (network.probe_bandwidth, 200.0),
+    "bandwidth": (probe_bandwidth, 200.0),
     "gpus": (host.probe_gpus, GPU_SECONDS + 15.0),
     "notice": (host.probe_notice, 800.0),  # last: the job ends with it
 }
@@ -71,58 +346,8 @@ class ProbedNode(Struct, kw_only=True):
     """The part that was being probed when this was written; empty: all are done."""
 
 
-class ProbeJob(Struct, frozen=True, kw_only=True):
-    spec: RunSpec
-    runs_dir: Path
-    """A folder below the one for runs, so that `hpc-elastic list` does not show it."""
-    settings: ProbeSettings
-    slurm: SlurmJob | None = None
-    """The same spec as a job; None: on this machine."""
-
-    @property
-    def paths(self) -> RunPaths:
-        return RunPaths(self.runs_dir / self.spec.run_id)
-
-
-def _folder(paths: RunPaths) -> Path:
-    # The probes write their facts here.
+def facts_folder(paths: RunPaths) -> Path:
     return paths.root / "doctor"
-
-
-def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJob:
-    # Not this interpreter's name alone: --setup would put its own interpreter in that place.
-    command = ("/usr/bin/env", *module_command("hpc_elastic.doctor.node_job", "main"))
-    values = {
-        "job_name": (NAME,), "no_python": ("1",), "nproc_per_node": ("1",), "requeue": ("0",), "max_requeues": ("0",),
-        "max_restarts": ("0",), "health_checks": ("none",),
-    }  # fmt: skip
-    if "SBATCH_TIMELIMIT" not in env:
-        values["time"] = ("20",)
-    asked = replace(parsed, command=command, values={**values, **parsed.values, "grace": ("60",)})
-    cwd = working_directory(parsed, env)
-    runs_dir = runs_directory(parsed, cwd) / NAME
-    slurm = slurm_job(asked, env, array="") if cluster == "slurm" else None
-    if slurm is not None:
-        spec = slurm.spec
-    else:
-        spec = build_spec(
-            asked, cluster="local", nodes=job_options.asked_nodes(parsed), cwd=cwd, env=env,
-            grace=job_options.notice_seconds(asked),
-        )  # fmt: skip
-    own = sys.executable if spec.container is None else "python3"
-    settings = ProbeSettings(python=parsed.get("python") or own, container=spec.container)
-    args = (*spec.entrypoint.args, str(_folder(RunPaths(runs_dir / spec.run_id))), codec.dumps(settings))
-    spec = replace(
-        spec,
-        # The agents would serve the workers' store by the workers' interpreter, which is yet to be tried.
-        entrypoint=replace(spec.entrypoint, args=args, python=sys.executable),
-        min_nodes=1,  # facts of the nodes that come are better than none
-        grow=GrowPolicy.NEVER,
-        rdzv_conf={"last_call_timeout": 60.0, **spec.rdzv_conf},
-        container_image=None,
-    )
-    slurm = replace(slurm, spec=spec) if slurm is not None else None
-    return ProbeJob(spec=spec, runs_dir=runs_dir, settings=settings, slurm=slurm)
 
 
 def probe_node(site: ProbeSite) -> ProbedNode:
@@ -191,8 +416,8 @@ def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, ProbedNode], st
         attempt = load_attempt(begun[-1].attempt_json)
     except UnreadableAttemptError as error:
         return (), {}, str(error)
-    ask_about(_folder(paths))
-    read = {node: codec.load(_folder(paths) / f"{node}{_ENDING}", ProbedNode) for node in attempt.nodes}
+    ask_about(facts_folder(paths))
+    read = {node: codec.load(facts_folder(paths) / f"{node}{_ENDING}", ProbedNode) for node in attempt.nodes}
     facts = {node: each for node, each in read.items() if not isinstance(each, Unreadable)}
     left = unfinished(attempt.nodes, facts)
     known = (item.why for item in load_record(paths.nodes_json).evidence if item.node in left)
@@ -219,8 +444,8 @@ def judge_nodes(
         *_came(nodes, facts, f": {why}" if why else ""),
         *host.judge_files(part("files")),
         *host.judge_job(part("memory"), part("notice")),
-        *network.judge_network(part("network")),
-        *network.judge_bandwidth(part("bandwidth")),
+        *judge_network(part("network")),
+        *judge_bandwidth(part("bandwidth")),
         *(host.judge_pythons(part("python"), container) if facts else ()),
         *host.judge_node_gpus(part("gpus")),
     ]

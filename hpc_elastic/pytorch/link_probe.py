@@ -1,4 +1,4 @@
-"""Measures the network between this node and one other at a time: the far end of `hpc_elastic.doctor.network`.
+"""Measures the network between this node and one other at a time: the far end of `hpc_elastic.doctor.node_job`.
 
 Started as a file by the workers' interpreter. The data goes as the workers' does, through NCCL (one rank for each GPU)
 or gloo; without torch, through a plain TCP connection.

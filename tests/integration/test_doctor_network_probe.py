@@ -16,9 +16,16 @@ import pytest
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.doctor.findings import DoctorFinding, ProbeSettings, ProbeSite, Severity
-from hpc_elastic.doctor.network import PROGRAM, BandwidthFacts, exchange_data, judge_bandwidth, judge_network
-from hpc_elastic.doctor.node_job import ProbedNode
+from hpc_elastic.doctor.checks import DoctorFinding, Severity
+from hpc_elastic.doctor.host import ProbeSettings, ProbeSite
+from hpc_elastic.doctor.node_job import (
+    PROGRAM,
+    BandwidthFacts,
+    ProbedNode,
+    exchange_data,
+    judge_bandwidth,
+    judge_network,
+)
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.network_nodes import Network
 from tests.rigs.network_nodes.network import NETNS_FOLDER
@@ -29,9 +36,9 @@ import os, sys
 from pathlib import Path
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.doctor.network import probe_bandwidth, probe_network
+from hpc_elastic.doctor.node_job import probe_bandwidth, probe_network
 from hpc_elastic.doctor.node_job import ProbedNode
-from hpc_elastic.doctor.findings import ProbeSettings, ProbeSite
+from hpc_elastic.doctor.host import ProbeSettings, ProbeSite
 from hpc_elastic.store.file_store import FileStore
 
 rank, count, folder, python = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.doctor.findings import ProbeSettings, ProbeSite
-from hpc_elastic.doctor.host import FileFacts, probe_files
+from hpc_elastic.doctor.host import FileFacts, ProbeSettings, ProbeSite, probe_files
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.local_run import ROOT
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator

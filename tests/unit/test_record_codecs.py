@@ -26,7 +26,7 @@ from hpc_elastic.agent import health
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.base import codec
 from hpc_elastic.checkpoints.copying import Header
-from hpc_elastic.doctor.findings import ProbeSettings
+from hpc_elastic.doctor.host import ProbeSettings
 from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.evidence import read_failure, write_evidence
 from hpc_elastic.failures.worker_failure import WorkerFailure

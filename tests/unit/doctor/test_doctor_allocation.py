@@ -7,8 +7,7 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.doctor.findings import DoctorFinding, Severity
-from hpc_elastic.doctor.slurm_checks import SlurmFacts, check_allocation, seconds_of
+from hpc_elastic.doctor.checks import DoctorFinding, Severity, SlurmFacts, check_allocation, seconds_of
 from tests.rigs.captures import VERSIONS, captured
 
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.doctor import host
-from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
-from hpc_elastic.doctor.host import check_host, try_to_write
-from hpc_elastic.doctor.slurm_checks import (
+from hpc_elastic.doctor.checks import (
+    DoctorFinding,
     SavedFindings,
+    Severity,
     SlurmFacts,
     ask_slurm,
     check_slurm,
+    problem,
     save_findings,
     saved_notes,
 )
+from hpc_elastic.doctor.host import check_host, try_to_write
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.slurm.client import CommandResult

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.doctor.findings import DoctorFinding, Severity
-from hpc_elastic.doctor.network import (
+from hpc_elastic.doctor.checks import DoctorFinding, Severity
+from hpc_elastic.doctor.node_job import (
     BandwidthFacts,
     NetworkFacts,
     Reached,

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
-from hpc_elastic.doctor.findings import DoctorFinding, Severity
+from hpc_elastic.doctor.checks import DoctorFinding, Severity
 from hpc_elastic.doctor.host import GpusFacts, PythonFacts, judge_node_gpus, judge_pythons
 from hpc_elastic.run.spec import Container, ContainerImage, Runtime
 

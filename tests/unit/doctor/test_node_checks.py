@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.health import RoomFacts
-from hpc_elastic.doctor.findings import DoctorFinding, Severity, fold, ok, problem
+from hpc_elastic.doctor.checks import DoctorFinding, Severity, fold, ok, problem
 from hpc_elastic.doctor.host import FileFacts, JobMemoryFacts, NoticeFacts
 from hpc_elastic.doctor.node_job import ProbedNode, judge_nodes
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base import codec
+from hpc_elastic.cli.preflight import DOCTOR_TAKEN, ProbeJob, plan_job
 from hpc_elastic.doctor import node_job
-from hpc_elastic.doctor.findings import ProbeSettings
-from hpc_elastic.doctor.node_job import DOCTOR_TAKEN, ProbedNode, ProbeJob, collect, open_site, plan_job, probe_node
+from hpc_elastic.doctor.host import ProbeSettings
+from hpc_elastic.doctor.node_job import ProbedNode, collect, open_site, probe_node
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import parse
 from hpc_elastic.run.paths import RunPaths

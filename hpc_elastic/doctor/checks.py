@@ -1,4 +1,4 @@
-"""The meaning of a site's Slurm for a run: its settings, and the nodes, time, notice and jobs of this account.
+"""What a check finds, with the way out; and the checks of a site's Slurm: its settings, and what this account gets.
 
 A person keeps the findings for later submissions, which judge the facts of Slurm again.
 """
@@ -10,6 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,59 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import Unreadable
-from hpc_elastic.base.text import plural
-from hpc_elastic.doctor.findings import DoctorFinding, Severity, ok, problem, problem_unless, warn_unless, warning
+from hpc_elastic.base.text import first_of, plural
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import config_files
 from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.run.index import account_folder, make_account_folder
 from hpc_elastic.slurm.client import CommandRunner, config_fields, parse_show_config
+from hpc_elastic.slurm.job_environment import names_text
+
+
+class Severity(str, Enum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class DoctorFinding(Struct, frozen=True, kw_only=True):
+    check: str
+    level: Severity
+    found: str
+    means: str = ""
+    way_out: str = ""
+
+
+def ok(check: str, found: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Severity.OK, found=found)
+
+
+def warning(check: str, found: str, means: str, way_out: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Severity.WARNING, found=found, means=means, way_out=way_out)
+
+
+def problem(check: str, found: str, means: str, way_out: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Severity.PROBLEM, found=found, means=means, way_out=way_out)
+
+
+def warn_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> DoctorFinding:
+    return ok(check, found) if is_fine else warning(check, found, means, way_out)
+
+
+def problem_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> DoctorFinding:
+    return ok(check, found) if is_fine else problem(check, found, means, way_out)
+
+
+def fold(found: Sequence[tuple[str, DoctorFinding]]) -> list[DoctorFinding]:
+    lines: dict[tuple[str, Severity, str], list[tuple[str, DoctorFinding]]] = {}
+    for node, finding in found:
+        lines.setdefault((finding.check, finding.level, finding.means), []).append((node, finding))
+    folded = []
+    for same in lines.values():
+        texts = first_of(list(dict.fromkeys(finding.found for _, finding in same)), 2)
+        folded.append(replace(same[0][1], found=f"{names_text([node for node, _ in same])}: {texts}"))
+    return folded
+
 
 _TESTED = ((20, 11), (26, 5))
 """The oldest and the newest version that this project's tests run with."""
