@@ -52,9 +52,9 @@ from hpc_elastic.options.run_request import (
 from hpc_elastic.options.table import Group, Help, Parsed, define, explaining
 from hpc_elastic.output.terminal import each_line, one_line
 from hpc_elastic.rehearsal.journal import LossSource, parse_pattern
-from hpc_elastic.rehearsal.judge import KINDS, QUICK, parse_kinds
+from hpc_elastic.rehearsal.judge import KINDS, QUICK, as_json, as_page, as_text, parse_kinds
 from hpc_elastic.rehearsal.live_run import RehearsalOptions
-from hpc_elastic.rehearsal.rehearse import Rehearsal, as_json, as_page, as_text
+from hpc_elastic.rehearsal.rehearse import Rehearsal
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, RunSpec

@@ -14,11 +14,12 @@ from hpc_elastic.rehearsal.judge import (
     InjectionSeen,
     LossComparison,
     PlannedFault,
+    RehearsalResult,
     Rehearsed,
+    as_page,
     attribute_failure,
 )
 from hpc_elastic.rehearsal.live_run import RehearsalOptions
-from hpc_elastic.rehearsal.rehearse import RehearsalResult, as_page
 from tests.browser.chromium import Browser
 from tests.rigs.specs import make_spec
 
