@@ -41,7 +41,7 @@ from hpc_elastic.failures.peers import (
     serving_socket,
     socket_inodes,
 )
-from hpc_elastic.run.activities import FlightTail, Source
+from hpc_elastic.run.progress import FlightTail, Source
 from hpc_elastic.worker_api.flight_recorder import ARRIVALS, ASK, DUMP, PING, PONG, VARIABLE, WHEN
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
 

@@ -40,8 +40,8 @@ from hpc_elastic.failures.peers import moved_bytes, socket_inodes
 from hpc_elastic.failures.ranking import FailureClass, Suspect
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
-from hpc_elastic.run.activities import Activity, FlightTail, NodeStall, OnHang, Source, StalledRank, Suspicion
 from hpc_elastic.run.agent_events import HangFound, HangSuspected
+from hpc_elastic.run.progress import Activity, FlightTail, NodeStall, OnHang, Source, StalledRank, Suspicion
 from hpc_elastic.workers import tree
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump, look
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.output.log_files import LogFile
-from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths
+from hpc_elastic.run.progress import Activity, Doing
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess
 from hpc_elastic.workers.stop import GroupStopper, Stopped, is_python

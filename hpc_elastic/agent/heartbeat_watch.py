@@ -21,10 +21,9 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import HangMark
-from hpc_elastic.run import heartbeats as run_heartbeats
-from hpc_elastic.run.activities import Source
-from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat
+from hpc_elastic.run import progress
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
+from hpc_elastic.run.progress import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat, Source
 from hpc_elastic.worker_api.records import SETUP, STEP, VARIABLE, NoticeRecord
 from hpc_elastic.workers.tree import descendants
 
@@ -356,11 +355,11 @@ class HeartbeatWatch:
         # The whole run's, on this node: a later round begins with what the earlier ones taught.
         self._intervals = max([self._intervals, *(beat.intervals for beat in beats)])
         self._longest = max([self._longest, *(beat.longest for beat in beats)])
-        self._has_steps |= any(beat.source in run_heartbeats.STEPS for beat in beats)
+        self._has_steps |= any(beat.source in progress.STEPS for beat in beats)
         first = min((beat.first_step for beat in beats if beat.first_step is not None), default=None)
         if self._awaits_first_step and first is not None:
             self._awaits_first_step = False
-            if begun_again := run_heartbeats.describe_begun_again(first, self._furthest_before):
+            if begun_again := progress.describe_begun_again(first, self._furthest_before):
                 logger.warning("%s", begun_again)
 
     def _plan(self, now: float, running: Collection[int]) -> None:
@@ -413,7 +412,7 @@ def describe_progress(
     sections = None
     if None not in entered:
         sections = tuple(sorted({SETUP, *(name for names in entered for name in names or ())}))
-    for source in (ProgressSource.HEARTBEAT, *run_heartbeats.COUNTED):
+    for source in (ProgressSource.HEARTBEAT, *progress.COUNTED):
         found = [beat for beat in beats if beat.source is source]
         if found := [beat for beat in found if beat.first_step is not None or beat.counted_steps]:
             break

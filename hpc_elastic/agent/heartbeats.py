@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import check_private_dir
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run.heartbeats import ProgressSource
+from hpc_elastic.run.progress import ProgressSource
 from hpc_elastic.worker_api import records
 from hpc_elastic.worker_api.records import SETUP, HeartbeatRecord, NoticeRecord
 

@@ -22,8 +22,8 @@ from hpc_elastic.rendezvous.membership import NodeInfo, RoundLog
 from hpc_elastic.rendezvous.proposals import DecideRestart
 from hpc_elastic.rendezvous.schedule import Lease
 from hpc_elastic.rendezvous.state import Status, new_uid
-from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, RunPaths, load_attempt
+from hpc_elastic.run.progress import NodeHeartbeats
 from hpc_elastic.run.spec import RendezvousSettings, RunSpec, load_run_spec, settings_from_conf
 from hpc_elastic.store.file_store import FileStore, Store, StoreFullError
 from hpc_elastic.store.notifier import Notifier, open_notifier

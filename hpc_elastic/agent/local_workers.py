@@ -46,7 +46,7 @@ from hpc_elastic.workers.stop import GroupStopper, Inside, Stopped, acts_on, sen
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hpc_elastic.run.activities import FlightTail
+    from hpc_elastic.run.progress import FlightTail
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from msgspec import Struct
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.option_values import StartMethod
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
+from hpc_elastic.run.progress import OnSlowRank
 from hpc_elastic.workers.spawn import EnvironmentChange
 
 if TYPE_CHECKING:

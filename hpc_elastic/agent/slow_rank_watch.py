@@ -38,9 +38,9 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Offset, uptime_ns
 from hpc_elastic.base.text import ranges
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run import heartbeats
+from hpc_elastic.run import progress
 from hpc_elastic.run.agent_events import RunSlowed, RunSlowEnded, SlowRankEnded, SlowRankFound
-from hpc_elastic.run.heartbeats import NOW, STEPS, GroupArrivals, NodeArrivals, OnSlowRank, RunPace, SlowRank, SlowRanks
+from hpc_elastic.run.progress import NOW, STEPS, GroupArrivals, NodeArrivals, OnSlowRank, RunPace, SlowRank, SlowRanks
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import LocalWorkers
@@ -157,10 +157,10 @@ class SlowRankWatch(Part):
             self._step = _Step.ASK
             self._wait()
 
-    def _look_at_sections(self, now: float) -> tuple[heartbeats.RankSections, ...]:
+    def _look_at_sections(self, now: float) -> tuple[progress.RankSections, ...]:
         before, self._spent = self._spent, {beat.rank: (now, beat.spent) for beat in self._beats()}
         return tuple(
-            heartbeats.RankSections(
+            progress.RankSections(
                 rank=rank,
                 seconds=now - before[rank][0],
                 spent={name: seconds - before[rank][1].get(name, 0.0) for name, seconds in spent.items()},
@@ -187,7 +187,7 @@ class SlowRankWatch(Part):
             agent.figures.put("step_seconds", pace.now)
             agent.figures.put("step_seconds_best", pace.best)
         if pace.best != before.best:
-            best = heartbeats.BestPace(world_size=workers.layout.world_size, step=pace.best, spread=pace.spread)
+            best = progress.BestPace(world_size=workers.layout.world_size, step=pace.best, spread=pace.spread)
             self._files.post(partial(save_if_possible, self._pace_path, best))
         now_ns = self._clock.time_ns()
         if pace.is_slow:
@@ -214,7 +214,7 @@ class SlowRankWatch(Part):
 
     # -- in the files' thread ------------------------------------------------------------------------------------------
 
-    def _write(self, workers: LocalWorkers, record: RoundRecord, sections: tuple[heartbeats.RankSections, ...]) -> None:
+    def _write(self, workers: LocalWorkers, record: RoundRecord, sections: tuple[progress.RankSections, ...]) -> None:
         boot_ns = self._clock.time_ns() - uptime_ns(self._clock)
         offset = self._notifier.offset_to(record.leader) if self._notifier is not None else None
         if record.leader == self._uid:
@@ -288,8 +288,8 @@ class SlowRankWatch(Part):
             path.unlink(missing_ok=True)
 
     def _load_best(self, workers: LocalWorkers) -> None:
-        best = codec.load(self._pace_path, heartbeats.BestPace)
-        if isinstance(best, heartbeats.BestPace) and best.world_size == workers.layout.world_size:
+        best = codec.load(self._pace_path, progress.BestPace)
+        if isinstance(best, progress.BestPace) and best.world_size == workers.layout.world_size:
             self._pace = replace(self._pace, best=best.step, spread=best.spread)
 
     def _look_whether_to_leave(self, last_round: int, record: RoundRecord) -> None:
@@ -311,7 +311,7 @@ class SlowRankWatch(Part):
         elif own and self._node in found:
             left = SlowRanks(round=last_round, written_ns=self._clock.time_ns(), ranks=tuple(own))
             save_if_possible(self._folder / f"left-{self._node:05d}.json", left)
-            self._leaves_because = f"{heartbeats.SLOW_RANK}: {own[0]}"
+            self._leaves_because = f"{progress.SLOW_RANK}: {own[0]}"
         self._holds_until = None
 
     def _end(self, workers: LocalWorkers, watched: Watched, slow_run: RunPace | None) -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.proposals import whole_segments
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.heartbeats import NodeArrivals, RankSections, SlowRank
+from hpc_elastic.run.progress import NodeArrivals, RankSections, SlowRank
 from hpc_elastic.worker_api.records import CHECKPOINT, SETUP
 
 MIN_CALLS = 8

@@ -27,16 +27,16 @@ from hpc_elastic.failures.peers import Address, network_id, read_sockets
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import stacks_of
 from hpc_elastic.failures.worker_failure import WorkerFailure, make_excerpt
-from hpc_elastic.run.activities import RankSockets
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
+from hpc_elastic.run.progress import RankSockets
 from hpc_elastic.workers.linux import node_oom_kill_count, oom_kill_count
 from hpc_elastic.workers.spawn import ExitStatus, exit_status_now
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.part import Condemned
     from hpc_elastic.failures.stacks import RankStacks
-    from hpc_elastic.run.activities import Activity
+    from hpc_elastic.run.progress import Activity
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from hpc_elastic.launch.run_status import (
 )
 from hpc_elastic.launch.site import nodes_differ
 from hpc_elastic.output.terminal import one_line
-from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import array_tasks, jobs_of
 from hpc_elastic.run.node_score import forget_in
 from hpc_elastic.run.paths import RunPaths, outcome_text
+from hpc_elastic.run.progress import ProgressSource
 from hpc_elastic.run.spec import Preload, load_preload
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_environment import HostlistError, expand, names_text

@@ -21,7 +21,7 @@ from hpc_elastic.failures.flight_dump import dumps_of, tail_of_words
 from hpc_elastic.failures.peers import find_peer
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.failures.traceback_text import find_python_traceback
-from hpc_elastic.run.activities import MOST_NAMED, Activity, Doing
+from hpc_elastic.run.progress import MOST_NAMED, Activity, Doing
 
 MOST_SUSPECTS = 8
 _SAYS_LIMIT = 400

@@ -32,7 +32,7 @@ from msgspec import Struct, field
 
 from hpc_elastic.base.text import plural, ranks_text
 from hpc_elastic.failures.flight_dump import COALESCED, GLOO, RankDump, Track, numel_of, shape_of, size_of
-from hpc_elastic.run.activities import AwaitedCall
+from hpc_elastic.run.progress import AwaitedCall
 
 MOST_SUSPECTS = 64
 _MOST_SHOWN = 60

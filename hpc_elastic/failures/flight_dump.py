@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import RangeReader, ranges, size_text
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run.activities import AwaitedCall, FlightTail, TailTrack
+from hpc_elastic.run.progress import AwaitedCall, FlightTail, TailTrack
 
 MOST_BYTES = 256 << 20
 """Some hundred thousand entries."""

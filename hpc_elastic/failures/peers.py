@@ -30,8 +30,8 @@ from hpc_elastic.base.host_facts import kernel_text
 from hpc_elastic.base.text import cut_end, plural, range_bounds
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.ranking import Suspect
-from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.agent_events import RanksObserved
+from hpc_elastic.run.progress import Activity
 
 _GLOO = re.compile(r"\[(\d+(?:\.\d+){3}|[0-9a-fA-F:]*:[0-9a-fA-F.:]*)\]:(\d+)")
 _NCCL = re.compile(r"(?<=\s)(\w[\w.-]*)<(\d{2,5})>(?=\W|\Z)")

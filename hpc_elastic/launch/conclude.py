@@ -40,7 +40,6 @@ from hpc_elastic.run.control_events import (
     SparedNode,
     VerdictReached,
 )
-from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.node_score import (
     Evidence,
     EvidenceKind,
@@ -54,6 +53,7 @@ from hpc_elastic.run.node_score import (
 )
 from hpc_elastic.run.option_values import RequeueChoice, Scope
 from hpc_elastic.run.paths import ExitCode, Outcome, RunPaths, StoredResult, load_result, outcome_text
+from hpc_elastic.run.progress import OnSlowRank
 from hpc_elastic.run.spec import RunSpec
 
 if TYPE_CHECKING:

@@ -25,16 +25,6 @@ from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.options.sbatch import COMMENT_MARK
 from hpc_elastic.rendezvous.membership import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.activities import Suspicion
-from hpc_elastic.run.heartbeats import (
-    COUNTED,
-    NOW,
-    NodeHeartbeats,
-    ProgressSource,
-    RunPace,
-    SlowRank,
-    SlowRanks,
-)
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.paths import (
@@ -48,6 +38,16 @@ from hpc_elastic.run.paths import (
     load_attempt,
     load_result,
     task_index,
+)
+from hpc_elastic.run.progress import (
+    COUNTED,
+    NOW,
+    NodeHeartbeats,
+    ProgressSource,
+    RunPace,
+    SlowRank,
+    SlowRanks,
+    Suspicion,
 )
 from hpc_elastic.run.spec import Preload, RunSpec, UnreadableRunError, load_preload, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient, query_job_states

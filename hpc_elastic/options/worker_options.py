@@ -12,8 +12,6 @@ from pathlib import Path
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.sbatch import NO_HET_JOBS
 from hpc_elastic.options.table import Group, Option, Parsed, define
-from hpc_elastic.run.activities import parse_hangs
-from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.log_pieces import parse_bytes, parse_size
 from hpc_elastic.run.option_values import (
     CheckpointRoom,
@@ -38,6 +36,7 @@ from hpc_elastic.run.option_values import (
     parse_words,
     whole,
 )
+from hpc_elastic.run.progress import OnSlowRank, parse_hangs
 from hpc_elastic.run.spec import (
     EntryKind,
     Entrypoint,

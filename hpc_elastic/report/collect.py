@@ -25,7 +25,6 @@ from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_statuses
 from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run.event_reader import EventFile, event_files
-from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.node_score import NodeRecord, NodeScore, load_record, score_nodes
 from hpc_elastic.run.option_values import Scope, SectionTimeouts, StartMethod
 from hpc_elastic.run.paths import (
@@ -38,6 +37,7 @@ from hpc_elastic.run.paths import (
     rank_index,
     round_index,
 )
+from hpc_elastic.run.progress import NodeHeartbeats
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, decode_bad_nodes
 from hpc_elastic.worker_api.records import STEP, is_section_name
 

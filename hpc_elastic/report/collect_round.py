@@ -31,10 +31,9 @@ from hpc_elastic.report.history import (
 )
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import control_events
-from hpc_elastic.run.activities import MOST_NAMED
 from hpc_elastic.run.event_reader import EVENTS, EventLine
 from hpc_elastic.run.events import RunEvent
-from hpc_elastic.run.heartbeats import ProgressSource, RankHeartbeat
+from hpc_elastic.run.progress import MOST_NAMED, ProgressSource, RankHeartbeat
 
 
 class EventCoverage(Struct):

@@ -19,7 +19,7 @@ from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause
 from hpc_elastic.report.wording import describe_restart
-from hpc_elastic.run.heartbeats import COUNTED, ProgressSource
+from hpc_elastic.run.progress import COUNTED, ProgressSource
 
 STEPS_UNKNOWN = "no step was reported or counted"
 ONE_STEP = "no round reported more than one step"

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import plural
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.agent_events import (
     CheckpointCommitted,
     CheckpointNotCommitted,
@@ -30,9 +29,9 @@ from hpc_elastic.run.agent_events import (
 from hpc_elastic.run.control_events import LinkLost
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.events import RunEvent
-from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
 from hpc_elastic.run.node_score import NodeScore
 from hpc_elastic.run.paths import REFUSED_CODE
+from hpc_elastic.run.progress import STEPS, Activity, Progress, ProgressSource
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000

@@ -15,7 +15,7 @@ from hpc_elastic.failures.ranking import FailureClass, Moment
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, node_offsets
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, NodeTimes, RoundHistory, RunHistory
-from hpc_elastic.run.heartbeats import COUNTED, STEPS, ProgressSource
+from hpc_elastic.run.progress import COUNTED, STEPS, ProgressSource
 
 
 class NodeState(str, Enum):

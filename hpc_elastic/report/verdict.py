@@ -23,7 +23,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass, Moment, Order, 
 from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
-from hpc_elastic.run.activities import Activity, Doing
+from hpc_elastic.run.progress import Activity, Doing
 
 MOST_SUSPECTS = 16
 _TEARDOWN_NS = 5_000_000_000

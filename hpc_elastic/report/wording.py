@@ -24,8 +24,8 @@ from hpc_elastic.report.history import (
     StackGroup,
 )
 from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
-from hpc_elastic.run.heartbeats import describe_begun_again
 from hpc_elastic.run.paths import ExitCode, Outcome, outcome_text
+from hpc_elastic.run.progress import describe_begun_again
 from hpc_elastic.worker_api.records import SETUP
 
 NOT_AVAILABLE = "<N/A>"

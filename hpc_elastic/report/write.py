@@ -27,9 +27,9 @@ from hpc_elastic.report.render_html import CHEAP_NODE_ROUNDS, render_html
 from hpc_elastic.report.render_text import render_job_log, render_text
 from hpc_elastic.report.root_cause import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
-from hpc_elastic.run.heartbeats import SLOW_RANK
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeScore, is_everywhere
 from hpc_elastic.run.paths import GivenUp, RunPaths
+from hpc_elastic.run.progress import SLOW_RANK
 
 
 class ReportResult(Struct, frozen=True, kw_only=True):

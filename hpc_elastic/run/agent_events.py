@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from hpc_elastic.run.activities import Activity, RankSockets
 from hpc_elastic.run.events import AgentEvent, Seconds
-from hpc_elastic.run.heartbeats import Progress, RankHeartbeat, RunPace, SlowRank
+from hpc_elastic.run.progress import Activity, Progress, RankHeartbeat, RankSockets, RunPace, SlowRank
 
 
 class AgentStarted(AgentEvent, frozen=True, kw_only=True):

@@ -22,8 +22,6 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError, UsageError
-from hpc_elastic.run.activities import HangSettings
-from hpc_elastic.run.heartbeats import OnSlowRank
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 from hpc_elastic.run.option_values import (
     DEFAULT_LIMITS,
@@ -41,6 +39,7 @@ from hpc_elastic.run.option_values import (
     StreamChoice,
     number_of,
 )
+from hpc_elastic.run.progress import HangSettings, OnSlowRank
 
 
 class Runtime(str, Enum):

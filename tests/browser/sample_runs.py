@@ -9,7 +9,7 @@ import msgspec
 
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.run.activities import Activity, AwaitedCall, FlightTail, TailTrack
+from hpc_elastic.run.progress import Activity, AwaitedCall, FlightTail, TailTrack
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 HOSTILE = "\"'><script>document.title='OWNED'</script><img src=x onerror=\"document.title='OWNED'\">&amp;</pre></style>"

@@ -11,9 +11,9 @@ from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.agent.identity import AgentIdentity
 from hpc_elastic.agent.part import AgentSite, GroupSite, Part
-from hpc_elastic.run.activities import HangSettings
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import AttemptInfo, AttemptPaths, RunPaths
+from hpc_elastic.run.progress import HangSettings
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.tree import Tag

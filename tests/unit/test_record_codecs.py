@@ -33,11 +33,11 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.claims import Departure, OwnClaims, Ready, Saved, read_claim
 from hpc_elastic.rendezvous.state import NodeFailure, PreemptionStatus, RoundRecord, decode_record
 from hpc_elastic.run import index, node_score
-from hpc_elastic.run.heartbeats import RankHeartbeat
 from hpc_elastic.run.index import JobEntry
 from hpc_elastic.run.node_score import Evidence, NodeRecord
 from hpc_elastic.run.option_values import BadNodeSettings
 from hpc_elastic.run.paths import AttemptInfo, StoredResult, load_attempt, load_result
+from hpc_elastic.run.progress import RankHeartbeat
 from hpc_elastic.run.spec import Preload, RunSpec, load_run_spec
 from hpc_elastic.submission import call
 from hpc_elastic.submission.call import CallTerms

@@ -21,7 +21,7 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.peers import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.activities import AwaitedCall, FlightTail, Source, Suspicion, TailTrack
+from hpc_elastic.run.progress import AwaitedCall, FlightTail, Source, Suspicion, TailTrack
 from hpc_elastic.worker_api.flight_recorder import VARIABLE
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock

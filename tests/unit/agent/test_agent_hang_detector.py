@@ -24,7 +24,7 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.activities import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
+from hpc_elastic.run.progress import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_workers import IdleWorkers, started

@@ -28,8 +28,8 @@ from hpc_elastic.agent.heartbeats import (
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.rendezvous.state import HangMark
-from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.option_values import SectionTimeouts
+from hpc_elastic.run.progress import ProgressSource
 from hpc_elastic.worker_api.records import COLLECTIVES, FILE_BYTES, LOSS, TOTAL, VARIABLE
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.heartbeat_page import write_record

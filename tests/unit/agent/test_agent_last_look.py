@@ -9,7 +9,7 @@ from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, ThreadStack, Whereabouts
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.run.activities import Doing
+from hpc_elastic.run.progress import Doing
 from hpc_elastic.workers.stop import Stopped
 from tests.rigs.fake_clock import FakeClock
 

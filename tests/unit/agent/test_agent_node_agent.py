@@ -31,10 +31,10 @@ from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, RunNotice, Status
 from hpc_elastic.rendezvous.succession import EndClaimed, EndUnclaimed
-from hpc_elastic.run.activities import Activity, Doing, HangSettings, OnHang, RankSockets, Source
 from hpc_elastic.run.control_events import RunClosed
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
+from hpc_elastic.run.progress import Activity, Doing, HangSettings, OnHang, RankSockets, Source
 from hpc_elastic.store.file_store import StoreError
 from hpc_elastic.workers.spawn import EnvironmentChange, WorkerStartError
 from hpc_elastic.workers.stop import Survivor

@@ -17,7 +17,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Offset
 from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import RunSlowed, RunSlowEnded, SlowRankEnded, SlowRankFound
-from hpc_elastic.run.heartbeats import BestPace, NodeArrivals, OnSlowRank, ProgressSource, SlowRanks
+from hpc_elastic.run.progress import BestPace, NodeArrivals, OnSlowRank, ProgressSource, SlowRanks
 from tests.rigs.fake_clock import FakeClock
 
 STEP_NS = 100_000_000

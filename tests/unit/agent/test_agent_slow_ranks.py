@@ -20,7 +20,7 @@ from hpc_elastic.agent.slow_ranks import (
     next_watched,
 )
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.heartbeats import GroupArrivals, NodeArrivals, RankSections, SlowRank
+from hpc_elastic.run.progress import GroupArrivals, NodeArrivals, RankSections, SlowRank
 
 STEPS = 40
 STEP_US = 100_000

@@ -13,7 +13,7 @@ from hpc_elastic.failures.collectives import (
     compare_ranks,
 )
 from hpc_elastic.failures.failure_text import Frame
-from hpc_elastic.run.activities import Activity, AwaitedCall, Doing, FlightTail, TailTrack
+from hpc_elastic.run.progress import Activity, AwaitedCall, Doing, FlightTail, TailTrack
 
 LIB = "/opt/venv/lib/python3.11/site-packages/torch"
 STDLIB = "/usr/lib/python3.11"

@@ -33,8 +33,8 @@ from hpc_elastic.failures.peers import (
     with_peers,
 )
 from hpc_elastic.failures.ranking import Suspect
-from hpc_elastic.run.activities import Activity, RankSockets
 from hpc_elastic.run.agent_events import RanksObserved
+from hpc_elastic.run.progress import Activity, RankSockets
 from tests.rigs.fake_clock import FakeClock
 
 HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}

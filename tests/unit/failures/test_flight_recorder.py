@@ -26,7 +26,7 @@ from hpc_elastic.failures.flight_dump import (
     size_of,
     tail_of,
 )
-from hpc_elastic.run.activities import Activity, AwaitedCall, Doing, FlightTail, TailTrack
+from hpc_elastic.run.progress import Activity, AwaitedCall, Doing, FlightTail, TailTrack
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 SHAPE = ((1024, 2048), "BFloat16")

@@ -16,7 +16,8 @@ from hpc_elastic.cli.status import elapsed_text, status_json, status_line, statu
 from hpc_elastic.launch.run_status import OutputStatus, RunState, RunStatus, StepStatus, read_status, state_of
 from hpc_elastic.rendezvous.membership import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, RunNotice, Status
-from hpc_elastic.run.heartbeats import (
+from hpc_elastic.run.paths import Outcome, RunPaths
+from hpc_elastic.run.progress import (
     NodeHeartbeats,
     Progress,
     ProgressSource,
@@ -25,7 +26,6 @@ from hpc_elastic.run.heartbeats import (
     SlowRank,
     SlowRanks,
 )
-from hpc_elastic.run.paths import Outcome, RunPaths
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.store.file_store import FileStore

@@ -16,7 +16,7 @@ from hpc_elastic.report.document import Document
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.write import json_report
-from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
+from hpc_elastic.run.progress import NodeHeartbeats, RankHeartbeat
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 SEEDS = range(60)

@@ -27,7 +27,7 @@ from hpc_elastic.report.goodput import (
 )
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.run.heartbeats import ProgressSource
+from hpc_elastic.run.progress import ProgressSource
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 from tests.rigs.specs import store_result
 

@@ -12,8 +12,8 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, of_several
-from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.event_reader import event_line
+from hpc_elastic.run.progress import Activity, Doing
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, decide_verdict, make_failure
 
 MS = 1_000_000

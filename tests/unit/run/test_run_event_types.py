@@ -16,7 +16,7 @@ from hpc_elastic.run.agent_events import AgentEnded, RoundFinal, StacksTaken, Wo
 from hpc_elastic.run.control_events import AgentProcessEnded
 from hpc_elastic.run.event_reader import EVENTS, read_event, read_events
 from hpc_elastic.run.events import AgentEvent, CoordinatorEvent, EventLog, RunEvent, SupervisorEvent, name_of
-from hpc_elastic.run.heartbeats import RankHeartbeat
+from hpc_elastic.run.progress import RankHeartbeat
 from tests.rigs.event_samples import KINDS, sample
 from tests.rigs.fake_clock import FakeClock
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_elastic.agent.slow_rank_watch import count_from_first, read_group
 from hpc_elastic.base import codec
-from hpc_elastic.run.heartbeats import NodeArrivals
+from hpc_elastic.run.progress import NodeArrivals
 from hpc_elastic.worker_api import flight_recorder
 from hpc_elastic.worker_api.flight_recorder import read_arrivals
 
