@@ -22,7 +22,7 @@ from hpc_elastic.report.blocks import Fold, fold_failures
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, with_end
-from hpc_elastic.report.history import START_REFUSED, AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
+from hpc_elastic.report.history import START_REFUSED, AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.render_html import CHEAP_NODE_ROUNDS, render_html
 from hpc_elastic.report.render_text import render_job_log, render_text
 from hpc_elastic.report.root_cause import verdict_of
@@ -281,7 +281,7 @@ def _verdict_core(verdict: Verdict) -> dict[str, Any]:
 
 
 def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
-    nodes: dict[RoundNode, dict[str, Any]] = {}
+    nodes: dict[int, dict[str, Any]] = {}  # by identity: rounds share them
     head = ("number", "job_id", "nodes", "started_ns", "ended_ns", "outcome", "reason", "exit_code", "decision")
     checkpoints = {"committed": attempt.committed, "not_committed": attempt.not_committed}
     saved = {name: event and _without(_values(event), "event") for name, event in checkpoints.items()}
@@ -311,12 +311,12 @@ def _node_of(node: int) -> int | None:
     return node if node != SUPERVISOR else None
 
 
-def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[str, Any]:
+def _round(part: RoundHistory, nodes: dict[int, dict[str, Any]]) -> dict[str, Any]:
     return {
         **_values(part, "index", "reason", "started_ns", "seconds", "world_size", null=("reason",)),
         "nodes": [
-            nodes.get(node)
-            or nodes.setdefault(node, _values(node, "node", "host", "group_rank", ranks=ranges(node.ranks)))
+            nodes.get(id(node))
+            or nodes.setdefault(id(node), _values(node, "node", "host", "group_rank", ranks=ranges(node.ranks)))
             for node in part.nodes
         ],
         "replaced": [_values(item) for item in part.replaced],
@@ -364,13 +364,18 @@ def _clocks(clocks: Clocks) -> dict[str, Any] | None:
 
 def _place(failure: WorkerFailure, clocks: Clocks) -> dict[str, Any]:
     moment = clocks.of_failure(failure)
-    return _values(
-        failure,
-        *("global_rank", "local_rank", "host", "node", "pid", "exitcode", "ended_ns"),
-        at_ns=moment.at_ns if moment.bound_ns is not None else None,
-        at_bound_ns=moment.bound_ns,
-        error_file=failure.error_file,
-    )
+    return {
+        "global_rank": failure.global_rank,
+        "local_rank": failure.local_rank,
+        "host": failure.host,
+        "node": failure.node,
+        "pid": failure.pid,
+        "exitcode": failure.exitcode,
+        "ended_ns": failure.ended_ns,
+        "at_ns": moment.at_ns if moment.bound_ns is not None else None,
+        "at_bound_ns": moment.bound_ns,
+        "error_file": failure.error_file,
+    }
 
 
 def _loss(loss: NodeLoss) -> dict[str, Any]:
