@@ -17,6 +17,8 @@ _DECEPTIVE = re.compile(f"[{files.DECEPTIVE}]")
 
 def clean_text(text: str) -> str:
     """The text without colours, control characters and lone surrogates; line ends become ``\\n``."""
+    if text.isascii() and text.isprintable():
+        return text
     if "\x1b" in text:
         text = _ANSI.sub("", text)
     if "\r" in text:

@@ -389,7 +389,7 @@ def nodes_apart(nodes: Iterable[NodeFailures]) -> tuple[int, ...]:
 
 
 def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]) -> tuple[int, ...]:
-    if len(workers) < 2 or not any(may_be_of_node(one) for one in failures):
+    if len(workers) < 2:
         return ()
     return nodes_apart(
         sum_up_node([one for one in failures if one.node == node], node=node, workers=count)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -348,6 +349,7 @@ def _is_of_own_limit(raised: RaisedException) -> bool:
     return "Time" in raised.exception_type or re.search(_LIMITS_TIME, raised.message) is not None
 
 
+@lru_cache(maxsize=1024)
 def gave_up_waiting(headline: str) -> bool:
     return re.search(_LIMITS_TIME, headline) is not None or headline.startswith("TimeoutError")
 

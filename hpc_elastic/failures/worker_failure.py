@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from itertools import groupby
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.text import clean_lines, clean_text, cut_end
@@ -85,9 +87,11 @@ class WorkerFailure(WorkerFailed, frozen=True, kw_only=True, tag=False):
 
     @classmethod
     def from_event(cls, event: WorkerFailed, **overrides: Any) -> WorkerFailure:
-        known = {name: getattr(event, name) for name in WorkerFailed.__struct_fields__}
-        enums = codec.readable_fields(cls, {name: known.pop(name) for name in ("category", "failure_class")})
-        return cls._of({**known, **enums, "source": EvidenceSource.EVENT, **overrides})
+        known = {**asdict(event), "source": EvidenceSource.EVENT, **overrides}
+        for name, kind in (("category", Category), ("failure_class", FailureClass)):
+            with suppress(ValueError):  # a newer version's
+                known[name] = kind(known.pop(name))
+        return cls._of(known)
 
     @property
     def headline(self) -> str:

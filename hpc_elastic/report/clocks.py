@@ -278,18 +278,20 @@ SUSPECT_NS = 90 * 1_000_000_000
 def node_offsets(finals: Iterable[Mapping[int, int]], *, clocks: Clocks) -> dict[int, HostOffset]:
     """Clocks that were not measured are trusted, but for one that contradicts the others by as much in every round."""
     found = dict(clocks.offsets)
+    measured = {*found, clocks.reference}
     deviations: dict[int, list[int]] = {}
     for final in finals:
-        if len(final) < 2:
+        others = [node for node in final if node not in measured]
+        if not others or len(final) < 2:
             continue
         right = {node: when - (found[node].offset_ns if node in found else 0) for node, when in final.items()}
         middle = _median_low(right.values())
-        for node, when in right.items():
-            deviations.setdefault(node, []).append(when - middle)
+        for node in others:
+            deviations.setdefault(node, []).append(right[node] - middle)
     for node, values in deviations.items():
         least, most = min(values), max(values)
         is_wrong = least > SUSPECT_NS or most < -SUSPECT_NS
-        if node not in clocks.offsets and node != clocks.reference and is_wrong and most - least < SUSPECT_NS:
+        if is_wrong and most - least < SUSPECT_NS:
             bound = max(1_000_000_000, most - least)
             found[node] = HostOffset(offset_ns=_median_low(values), bound_ns=bound, measured=False)
     return found

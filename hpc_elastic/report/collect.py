@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -108,8 +109,8 @@ class _RoundReader:
     def read_unreported(self, coverage: EventCoverage) -> None:
         """An event that was never written hides no failure."""
         part = self._part
-        complete = [node.ranks for node in part.nodes.values() if coverage.is_sure_of(part.history.index, node.node)]
-        sure = set[int]().union(*complete)
+        unsure = coverage.unsure(part.history.index)
+        sure = _all_of(tuple(node.ranks for node in part.nodes.values() if node.node not in unsure))
         if part.history.world_size is not None and len(sure) >= part.history.world_size:
             return
         for rank in sorted(_indices(self._paths.round_dir(part.history.index), rank_index)):
@@ -150,6 +151,12 @@ class _RoundReader:
             host=sys.intern(failure.host),
         )
         return failure
+
+
+@lru_cache(maxsize=1)
+def _all_of(ranks: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+    """They are the same in most rounds."""
+    return frozenset().union(*ranks)
 
 
 def _reason(reported: WorkerFailure, known: dict[str, str]) -> str:

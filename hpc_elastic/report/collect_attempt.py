@@ -29,12 +29,13 @@ from hpc_elastic.report.history import (
 )
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import control_events
-from hpc_elastic.run.event_reader import EventLine
+from hpc_elastic.run.event_reader import EVENTS, EventLine
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import REFUSED_CODE, UNHEALTHY_CODE, ExitCode, is_job_id
 
 _OF_ATTEMPT = (control_events.RunClosed, control_events.NodeMissing, control_events.LinkLost)
 """Events that name a round, and are none of it."""
+_OF_ROUND = frozenset(kind for kind in EVENTS.values() if "round" in kind.__struct_fields__) - {*_OF_ATTEMPT}
 _MOST_WORDS = 300
 _MOST_REASON = 400
 _MOST_LINES = 20
@@ -62,7 +63,7 @@ class AttemptBuilder(Struct):
     missing: set[int] = field(default_factory=set)
     closed: control_events.RunClosed = field(default_factory=lambda: control_events.RunClosed(round=-1, outcome=""))
     coverage: EventCoverage = field(default_factory=EventCoverage)
-    known: dict[RoundNode, RoundNode] = field(default_factory=dict)
+    known: dict[int, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
     bad_ends: dict[int, list[FailedAgent]] = field(default_factory=dict)
     cut_short: dict[int, list[int]] = field(default_factory=dict)
@@ -84,13 +85,14 @@ class AttemptBuilder(Struct):
         if event is None:
             return
         kind = type(event)
-        if kind in OF_CLOCKS:
-            self.clocks.take(line)
-        index = None if kind in _OF_ATTEMPT else getattr(event, "round", None)
+        index: int | None = getattr(event, "round", None) if kind in _OF_ROUND else None
         if index is not None:
             if index >= 0:
-                self.round(index).take(line, event)
-        elif line.role in ("agent", "supervisor"):
+                (self.rounds.get(index) or self.round(index)).take(line, event)
+            return
+        if kind in OF_CLOCKS:
+            self.clocks.take(line)
+        if line.role in ("agent", "supervisor"):
             self._take(line, event)
 
     def _take(self, line: EventLine, event: RunEvent) -> None:

@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import duration, first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
-from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, apart_in_round, is_same_failure, wrong_input
+from hpc_elastic.failures.classify import (
+    NOT_RETRYABLE_EXIT_CODE,
+    apart_in_round,
+    is_same_failure,
+    may_be_of_node,
+    wrong_input,
+)
 from hpc_elastic.failures.collectives import RankComparison, compare_ranks
 from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting, is_raised_by_script
 from hpc_elastic.failures.peers import chain_ends, describe_peers, resolve_peers, with_peers
@@ -406,7 +412,8 @@ def _contrasted(verdict: Verdict, part: RoundHistory) -> Verdict:
     failure = verdict.failure
     if verdict.cause is not Cause.WORKER or failure is None:
         return verdict
-    apart = apart_in_round(part.failures, {node.node: len(node.ranks) for node in part.nodes})
+    may_be = any(may_be_of_node(one) for one in part.failures)
+    apart = apart_in_round(part.failures, {node.node: len(node.ranks) for node in part.nodes}) if may_be else ()
     if failure.node not in apart:
         # Where a node's disk has failed the others write to theirs: this path is a wrong one.
         return replace(verdict, category=Category.INPUT) if wrong_input(failure) else verdict

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from operator import itemgetter
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -119,6 +122,7 @@ class RoundTimes(NamedTuple):
     steps: RoundSteps | None = None
 
 
+_TIMES = ("final_ns", "started_ns", "stopping_ns", "ended_ns")
 NOT_SEEN_NS = 1_000_000
 """A row that is shifted by no more looks the same."""
 
@@ -127,8 +131,6 @@ class PlacedAttempt:
     def __init__(self, attempt: AttemptHistory, *, source: ProgressSource = ProgressSource.UNKNOWN) -> None:
         self.attempt = attempt
         self._sources = (source,) if source is ProgressSource.COLLECTIVES else STEPS
-        self._hosts = {one.node: one.host for one in attempt.agents}
-        self._hosts |= {node.node: node.host for item in attempt.rounds for node in item.nodes}
         finals = ({one.node: one.final_ns for one in item.times if one.final_ns} for item in attempt.rounds)
         self.offsets = node_offsets(finals, clocks=attempt.clocks)
         self._shifts = {node: o.offset_ns for node, o in self.offsets.items() if abs(o.offset_ns) > NOT_SEEN_NS}
@@ -139,20 +141,25 @@ class PlacedAttempt:
                 self.losses.setdefault(loss.node, {})[item.index] = replace(loss, seen_ns=loss.seen_ns + shift)
         self.agent_starts = {one.node: [self.at(one.node, when) for when in one.started_ns] for one in attempt.agents}
         self.agent_ends = {one.node: [self.at(one.node, when) for when in one.ended_ns] for one in attempt.agents}
-        self._times: dict[int, list[NodeTimes]] = {}
+        self._times: defaultdict[int, list[NodeTimes]] = defaultdict(list)
+        were_set = self._shifts.keys() | attempt.clocks.set_nodes
         for times in (one for item in attempt.rounds for one in item.times if one.node >= 0):
-            self._times.setdefault(times.node, []).append(self._shifted(times))
+            if times.node in were_set:
+                known = {name: getattr(times, name) for name in _TIMES}
+                shifted = {name: self.at(times.node, when) for name, when in known.items() if when is not None}
+                times = replace(times, **shifted)
+            self._times[times.node].append(times)
         self.start_ns, self.end_ns = self._extent()
         found = {item.index: self._steps(item) for item in attempt.rounds}
         self._known_steps = {index: steps for index, steps in found.items() if steps is not None}
         steps_known = source in (*STEPS, ProgressSource.COLLECTIVES)
         self.stays = {node: self._make_stays(node, steps_known=steps_known) for node in self._times}
-        self.by_round: dict[int, dict[int, Stay]] = {}
+        self.by_round: defaultdict[int, dict[int, Stay]] = defaultdict(dict)
         for node, stays in self.stays.items():
             for stay in stays:
-                self.by_round.setdefault(stay.round, {})[node] = stay
+                self.by_round[stay.round][node] = stay
         self.extents = {
-            index: (min(stay.start_ns for stay in there.values()), max(stay.end_ns for stay in there.values()))
+            index: (min(map(attrgetter("start_ns"), there.values())), max(map(attrgetter("end_ns"), there.values())))
             for index, there in self.by_round.items()
         }
         """Round → when the first node was in it, when the last."""
@@ -163,11 +170,13 @@ class PlacedAttempt:
         # When it joined; a node that reported an end alone had not.
         joined = ((one.started_ns if one.final_ns is None else one.final_ns, one) for one in self._times[node])
         known = sorted([(when, times) for when, times in joined if when is not None], key=itemgetter(0))
+        agent_starts = self.agent_starts.get(node, [])
+        last_start = max(agent_starts, default=0)
         stays: list[Stay] = []
         before = 0
         for number, (first, item) in enumerate(known):
             start = max(first, before)
-            later = [when for when in self.agent_starts.get(node, []) if when > start][:1]
+            later = [when for when in agent_starts if when > start][:1] if start < last_start else []
             if number + 1 < len(known):
                 later.append(known[number + 1][0])
             limit = min([*later, max(start, self.end_ns)])
@@ -228,6 +237,11 @@ class PlacedAttempt:
                 kept.append(replace(span, end_ns=failed_ns))
         return kept
 
+    @cached_property
+    def _hosts(self) -> dict[int, str]:
+        by_rounds = {node.node: node.host for item in self.attempt.rounds for node in item.nodes}
+        return {**{one.node: one.host for one in self.attempt.agents}, **by_rounds}
+
     def name(self, node: int) -> str:
         names = self.attempt.nodes
         if 0 <= node < len(names) and names[node]:
@@ -239,7 +253,8 @@ class PlacedAttempt:
         return when_ns - self._shifts.get(node, 0) if likely is None else likely
 
     def failure_at(self, failure: WorkerFailure) -> int:
-        return self._known(self.attempt.clocks.of_failure(failure), self.at(failure.node, failure.ended_ns))
+        moment = self.attempt.clocks.of_failure(failure)
+        return moment.at_ns if moment.bound_ns is not None else self.at(failure.node, failure.ended_ns)
 
     def loss_at(self, loss: NodeLoss) -> int:
         # Its own event is by its own clock; its coordinator's is by a clock that is taken for right.
@@ -254,21 +269,13 @@ class PlacedAttempt:
     def _known(moment: Moment, otherwise_ns: int) -> int:
         return otherwise_ns if moment.bound_ns is None else moment.at_ns
 
-    def _shifted(self, times: NodeTimes) -> NodeTimes:
-        if times.node not in self._shifts and times.node not in self.attempt.clocks.set_nodes:
-            return times
-        names = ("final_ns", "started_ns", "stopping_ns", "ended_ns")
-        known = {name: when for name in names if (when := getattr(times, name)) is not None}
-        return replace(times, **{name: self.at(times.node, when) for name, when in known.items()})
-
     def _extent(self) -> tuple[int, int]:
         attempt = self.attempt
         times: list[int | None] = [self._seen_by_supervisor(when) for when in (attempt.started_ns, attempt.ended_ns)]
         for whens in (*self.agent_starts.values(), *self.agent_ends.values()):
             times += whens
         for items in self._times.values():
-            for item in items:
-                times += (item.final_ns, item.started_ns, item.stopping_ns, item.ended_ns)
+            times += chain.from_iterable(map(attrgetter(*_TIMES), items))
         times += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
         for part in attempt.rounds:
             times += [self.failure_at(failure) for failure in part.failures if failure.ended_ns]
@@ -280,11 +287,11 @@ class PlacedAttempt:
     def _round_times(self, item: RoundHistory) -> RoundTimes:
         """A round trains from when all its workers run till the first stopped, failed or was lost."""
         there = self.by_round.get(item.index, {})
-        stays = {node.node: there[node.node] for node in item.nodes if node.node in there}
+        stays = [there[node] for node, *_ in item.nodes if node in there]
         start, end = self.extents.get(item.index, (self.end_ns, self.end_ns))
         trained = None
         if stays and len(stays) == len(item.nodes):
-            ends = [stay.stopping_ns for stay in stays.values()]
+            ends = [stay.stopping_ns for stay in stays]
             # A hang's time is its last heartbeat; it ended nothing until it was found.
             is_found = any(one.stopping_ns for one in item.times)
             ends += [
@@ -292,7 +299,7 @@ class PlacedAttempt:
                 for failure in item.failures
                 if failure.ended_ns and not (is_found and failure.failure_class is FailureClass.HANG)
             ]
-            begin = max(stay.running_ns for stay in stays.values())
+            begin = max(stay.running_ns for stay in stays)
             if min(ends) > begin:
                 trained = (begin, min(ends))
         return RoundTimes(self.attempt.number, item, start, end, trained, self._known_steps.get(item.index))

@@ -36,6 +36,7 @@ class RunEvent(
     Struct,
     frozen=True,
     kw_only=True,
+    gc=False,
     tag_field="event",
     tag=lambda name: "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_"),
 ):
