@@ -46,7 +46,7 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
     """On all ranks after the same epoch, whichever it is."""
     command = [
         *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2", "--max-requeues", "1"),
-        *("--runs-dir", str(tmp_path / "runs"), str(SCRIPT), "--epochs", str(EPOCHS), "--epoch-delay", "1"),
+        *("--runs-dir", str(tmp_path / "runs"), str(SCRIPT), "--epochs", str(EPOCHS), "--epoch-delay", "3"),
         *("--checkpoint", str(tmp_path / "digits")),
     ]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as run:
@@ -61,7 +61,8 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
     stopped = re.search(r"stopping after epoch (\d): the job is about to end", output)
     assert stopped, output
     epoch = stopped[1]
-    assert re.search(rf"saved in \d+ of \d+ s \(step {epoch}\)", output), output
+    (agreed,) = set(re.findall(r"saved in \d+ of \d+ s \(step (\d)\)", output))
+    assert agreed <= epoch, "later where a busy machine's agents hear of the notice between two epochs"
     assert f"resuming after epoch {epoch} from {tmp_path / 'digits'}" in output
     assert output.count("final: ") == 1
     assert final_loss(output) == pytest.approx(undisturbed_loss, rel=1e-4)

