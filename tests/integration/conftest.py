@@ -30,12 +30,15 @@ def network_mounts() -> Iterator[Callable[[str], NetworkMounts]]:
 
 @pytest.fixture
 def ddp_run(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
-    """A run of the DDP script. TMPDIR is a short path (of sockets), not looked at: killed workers leave files there."""
+    """A run of the DDP script. TMPDIR is a short path (of sockets), not looked at: killed workers leave files there.
+
+    Its workers are forks, which import torch once per node, unless a test asks for `start_method` spawn.
+    """
 
     def make(*arguments: str, environ: dict[str, str] | None = None, **settings: Any) -> LocalRun:
         command = [str(ROOT / "tests" / "rigs" / "ddp_script.py"), *arguments]
         mine = {"TMPDIR": scratch, **(environ or {})}
-        return LocalRun(tmp_path, "", interpreter=command, environ=mine, **settings)
+        return LocalRun(tmp_path, "", interpreter=command, environ=mine, **{"start_method": "forkserver", **settings})
 
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch:
         yield make

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     for method in ("fork", "spawn"):
-        for batch, parents in DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method):
+        for batch, parents in DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context=method):
             assert set(parents.tolist()) == {os.getpid()}
             optimizer.zero_grad()
             model(batch).sum().backward()
@@ -49,12 +49,11 @@ def test_training_with_torch_gives_the_same_in_both(tmp_path: Path) -> None:
         starter.ready()
         assert not starter.server.preload.left_out
         fresh, forked = starter.both(GLOO_SOCKET_IFNAME="lo")
-        again = finish(starter.fork(GLOO_SOCKET_IFNAME="lo"))
     assert forked.status.exitcode == fresh.status.exitcode == 0, forked.stderr
-    (same, drawn), *others = (seen.stdout.split("drawn ") for seen in (forked, fresh, again))
+    (same, drawn), (one, own) = (seen.stdout.split("drawn ") for seen in (forked, fresh))
     assert "compiled [3.0, 3.0]" in same
-    assert {one for one, _ in others} == {same}
-    assert len({drawn, *(own for _, own in others)}) == 3, "each has a seed of its own"
+    assert one == same
+    assert own != drawn, "each has a seed of its own"
 
 
 COMPILES = """

@@ -48,7 +48,7 @@ def test_a_hang_after_all_workers_of_the_other_node_have_ended_is_found(ddp_run:
 
 @pytest.mark.parametrize(("what", "fail_rank"), [("evaluate@5", 1), ("download@5", 0)])
 def test_what_is_no_hang(ddp_run: Run, what: str, fail_rank: int) -> None:
-    arguments = ("--steps", "10", "--fail", what, "--pause", "14", "--fail-rank", str(fail_rank))
+    arguments = ("--steps", "10", "--fail", what, "--pause", "10", "--fail-rank", str(fail_rank))
     without = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if what == "download@5" else {}
     with ddp_run(*arguments, options=("--hangs", "act:5"), environ=without) as run:
         assert run.finish() == 0

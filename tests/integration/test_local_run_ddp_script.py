@@ -45,6 +45,7 @@ def status(run: LocalRun) -> dict[str, Any]:
 def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, source: str, start_method: str) -> None:
     """The same exception at step 25 and, after a resume at 20, at 55: more steps than in the round before."""
     by_hand = ["--by-hand"] if source == "collectives" else []
+    least = 0.3 if start_method == "spawn" else 0.05  # s: the imports, or in a fork the process group and a step
     with ddp_run("--fail", "raise@25", "--fail", "raise@55", *by_hand, start_method=start_method) as run:
         assert run.finish() == ExitCode.OK
         failed = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
@@ -55,13 +56,13 @@ def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, sou
         for number, cost in enumerate(goodput["costs"]):
             up = min(event["t"] for event in run.events("workers_started") if event["round"] == number + 1)
             until_up = (up - failed[number]["t"]) / 1e9
-            assert cost["seconds"] > until_up + 0.3, "torch is imported, and a step is done, before training is back"
+            assert cost["seconds"] > until_up + least, "a step is done before training is back"
         rows = build_timeline(place_attempts(collect_run(run.paths.root))).nodes
         for row, number in itertools.product(rows, range(3)):
             (starting,) = (span for span in row.spans if (span.state, span.round) == (NodeState.STARTING, number))
             (running,) = (span for span in row.spans if (span.state, span.round) == (NodeState.RUNNING, number))
             assert starting.end_ns == running.start_ns, "the first step ends the start"
-            assert starting.end_ns - starting.start_ns > 0.3e9, "which has the imports in it"
+            assert starting.end_ns - starting.start_ns > least * 1e9
 
 
 def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(ddp_run: Run) -> None:
@@ -105,7 +106,7 @@ def test_a_lost_agent_is_the_cause_and_free(ddp_run: Run, tmp_path: Path) -> Non
     """The other rank fails with gloo's closed connection before it is known who is left."""
     checkpoint = tmp_path / "saved.pt"
     arguments = ("--steps", "60", "--step-seconds", "0.1", "--checkpoint", str(checkpoint))
-    with ddp_run(*arguments, nodes=2, options=["--max-restarts", "0"]) as run:
+    with ddp_run(*arguments, nodes=2, options=["--max-restarts", "0"], start_method="spawn") as run:
         run.until(checkpoint.exists, "a checkpoint", within=120.0)
         os.kill(run.agent(1).pid, signal.SIGKILL)
         assert run.finish(within=180.0) == ExitCode.OK

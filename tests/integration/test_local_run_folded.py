@@ -30,7 +30,7 @@ def _said(*argv: str) -> str:
     ],
 )
 def test_a_run_that_is_over_leaves_few_files(ddp_run: Callable[..., LocalRun], arguments: tuple[str, ...]) -> None:
-    with ddp_run("--steps", "12", *arguments, nproc=2) as run:
+    with ddp_run("--steps", "12", *arguments) as run:
         assert run.finish(within=200.0) == 0
         root = run.paths.root
         found = [Path(folder, name) for folder, folders, files in os.walk(root) for name in (*folders, *files)]
@@ -43,7 +43,7 @@ def test_a_run_that_is_over_leaves_few_files(ddp_run: Callable[..., LocalRun], a
         assert _said("report", str(root)) == attempt.report_text.read_text()
         newest = str(len(arguments) // 2)
         logs = _said("logs", str(root), "--round", newest)
-        assert all(f"[rank {rank}] " in logs for rank in range(4)), logs
+        assert all(f"[rank {rank}] " in logs for rank in range(2)), logs
         assert "attempt_ended" in _said("logs", str(root), "--events")
         status = _said("status", str(root))
         assert f"used     : {newest} of 3 restarts" in status

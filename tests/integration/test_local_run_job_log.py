@@ -17,6 +17,7 @@ from tests.rigs.local_run import LocalRun
 MOST = 25
 _ANYWAY = re.compile(
     r"\[hpc-elastic\] |={9}|-{9}|  run directory: |No failures|Ran from |Progress: | {6}hpc_elastic.heartbeat"
+    r"|\[node\d\] the fork server is ready"
     r"|.* SUCCEEDED \(exit|\[node0\] (?:round opened \(round 0\)|round 0: role|closed \()"
     r"|\[node\d:\d+\] (?:rank \d+ (?:of|begins|ends)|step \d+ at|final: )"
 )

@@ -155,7 +155,8 @@ class LocalRun:
         return self
 
     def _names_torch(self) -> bool:
-        return any("torch" in path.read_text(errors="replace") for path in self.folder.glob("*.py"))
+        scripts = [*self.folder.glob("*.py"), *(Path(word) for word in self.interpreter or () if word.endswith(".py"))]
+        return any("torch" in path.read_text(errors="replace") for path in scripts)
 
     def _environ(self) -> dict[str, str]:
         return {
