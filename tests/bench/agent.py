@@ -32,7 +32,7 @@ def measure(*, quick: bool) -> list[Number]:
         # Compiled, as an installation is: with PYTHONDONTWRITEBYTECODE each agent would compile all, and grow by it.
         _COMPILED.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=cache)
         numbers = [*_start(5 if quick else 15)]
-        numbers += _asleep(nodes=2, after=2.0 if quick else 60.0, seconds=8.0 if quick else 40.0)
+        numbers += _asleep(nodes=2, after=2.0 if quick else 60.0, seconds=4.0 if quick else 40.0)
         numbers += _failures(rounds=3 if quick else 9)
         numbers += _stubborn(rounds=1 if quick else 3)
         numbers += _restarts(*((60, 20) if quick else (1000, 100)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_elastic.run.paths import RunPaths
 from tests.bench.systems import NODES, TORCHRUN, Session, System, ours
@@ -32,15 +33,16 @@ def measure(*, quick: bool) -> list[Number]:
     many = _EIGHT if quick else 2 * _EIGHT
     fresh, forked = (_on_one_node(name, many) for name in ("spawn", "forkserver"))
     starts = [(_start(forked), _start(fresh)) for _ in range(1 if quick else 3)]
-    fresh, forked = (_on_one_node(name, _EIGHT) for name in ("spawn", "forkserver"))
+    eight = starts[0] if quick else [_start(_on_one_node(name, _EIGHT)) for name in ("forkserver", "spawn")]
+    forked_seconds, fresh_seconds = ([pair[which].seconds for pair in starts] for which in (0, 1))
     start = f"{many} workers on one node: start → all in the process group, by fresh interpreters'"
     pss = "PSS of 8 workers that have imported torch, the server's own too, by fresh interpreters'"
     third = "third optimizer step done in all 4 ranks"
     return [
         ratio("SIGKILL of a worker → process group up in all 4 ranks, by torchrun's", ours_, theirs, 0.08),
         ratio(f"SIGKILL of a worker → {third}, by torchrun's", our_steps, their_steps, 0.08),
-        ratio(start, *zip(*starts, strict=True), 0.4),
-        ratio(pss, [_memory(forked)], [_memory(fresh)], 0.7, unit="MiB"),
+        ratio(start, forked_seconds, fresh_seconds, 0.4),
+        ratio(pss, [eight[0].mib], [eight[1].mib], 0.7, unit="MiB"),
     ]
 
 
@@ -81,22 +83,21 @@ def _events(session: Session, name: str) -> list[dict[str, object]]:
     return [e for e in read_events(RunPaths(run_json.parent).attempt(0).events) if e["event"] == name]
 
 
-def _start(system: System) -> float:
-    with Session(system, "torch", limit=_LIMIT) as session:
-        found = session.wait_for_all("group", since=session.began)
-        session.end_workers()
-    return found
+class Start(NamedTuple):
+    seconds: float
+    """To the process group."""
+    mib: float
+    """Of the workers and of the fork server then."""
 
 
-def _memory(system: System) -> float:
-    """MiB of the workers and of the fork server."""
+def _start(system: System) -> Start:
     with Session(system, "torch", limit=_LIMIT) as session:
-        session.wait_for_all("group", since=session.began)
+        seconds = session.wait_for_all("group", since=session.began)
         (agent,) = session.agents()
         pids = [p.pid for p in session.processes() if p.parent == agent.pid and "worker.py" in " ".join(p.argv)]
-        found = sum(_pss(pid) for pid in pids)
+        mib = sum(_pss(pid) for pid in pids)
         session.end_workers()
-    return found
+    return Start(seconds, mib)
 
 
 def _pss(pid: int) -> float:
