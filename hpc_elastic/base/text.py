@@ -11,20 +11,23 @@ from hpc_elastic.base import files
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_SHORT = 2000
+_ASCII_CONTROL = bytes({*range(0x20), 0x7F} - set(b"\t\n"))
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
 _DECEPTIVE = re.compile(f"[{files.DECEPTIVE}]")
 
 
 def clean_text(text: str) -> str:
     """The text without colours, control characters and lone surrogates; line ends become ``\\n``."""
-    if text.isascii() and text.isprintable():
+    if len(text) < _SHORT and text.isascii() and text.isprintable():
         return text
     if "\x1b" in text:
         text = _ANSI.sub("", text)
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = _CONTROL.sub("", text)
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    if text.isascii():  # in a tenth of the time
+        return text.encode().translate(None, _ASCII_CONTROL).decode()
+    return _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
 
 
 def safe_text(text: str) -> str:

@@ -204,7 +204,7 @@ _POWER = {letter: 10 * at for at, letter in enumerate("KMGTPE", 1)}
 
 
 def asked_bytes(text: str) -> int | None:
-    match = _ASKED.search(text)
+    match = _ASKED.search(text) if "to allocate " in text.lower() else None
     if match is None:
         return None
     return int(match[1]) if match[1] else _bytes(match[3], match[4])

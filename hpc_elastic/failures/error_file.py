@@ -37,10 +37,8 @@ _STEP = 256 << 10
 _FEW = 64
 _SCAN = 32 << 20
 
-# Unrolled: one step of the regex engine for each character takes 150 bytes, of a long message 40 MB.
-_STRING = r'\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)'
-_SALVAGE_STACK = re.compile(r'"py_callstack"' + _STRING, re.DOTALL)
-_SALVAGE_MESSAGE = re.compile(r'"message"' + _STRING, re.DOTALL)
+_SALVAGE_STACK = re.compile(r'"py_callstack"\s*:\s*"')
+_SALVAGE_MESSAGE = re.compile(r'"message"\s*:\s*"')
 _SALVAGE_TIME = re.compile(r'"timestamp"\s*:\s*"?(\d+)')
 
 
@@ -209,18 +207,35 @@ def _pread(fd: int, count: int, offset: int) -> bytes:
 
 
 def _salvaged(head: str, stack: str, tail: str, problem: str) -> ErrorFile:
-    found_stack = _SALVAGE_STACK.search(stack)
-    found_message = _SALVAGE_MESSAGE.search(head, 0, _HEAD // 2)
+    text, callstack = _string_after(_SALVAGE_MESSAGE, head[: _HEAD // 2]), _string_after(_SALVAGE_STACK, stack)
     times = _SALVAGE_TIME.findall(tail)
     return ErrorFile(
         problem=problem,
-        message=_clip(_json_string(found_message[1])) if found_message else "",
-        traceback=cut_middle(clean_text(_json_string(found_stack[1])), TEXT_LIMIT) if found_stack else "",
+        message=_clip(text),
+        traceback=cut_middle(clean_text(callstack), TEXT_LIMIT),
         timestamp_ns=_nanoseconds(None, times[-1]) if times else None,
     )
 
 
-def _json_string(body: str) -> str:
+def _is_escaped(text: str, at: int) -> bool:
+    before = at
+    while text[before - 1] == "\\":
+        before -= 1
+    return (at - before) % 2 == 1
+
+
+def _string_after(key: re.Pattern[str], text: str) -> str:
+    """The JSON string after `key`, which may have been cut; empty where there is none."""
+    found = key.search(text)
+    if found is None:
+        return ""
+    start = found.end()
+    end = text.find('"', start)  # a regular expression goes through a long message character by character
+    while end >= 0 and _is_escaped(text, end):
+        end = text.find('"', end + 1)
+    if end < 0:
+        end = len(text) - _is_escaped(text, len(text))
+    body = text[start:end]
     for cut in range(7):  # an escape that was cut through is at most \uXXXX long
         try:
             return str(json.loads(f'"{body[: len(body) - cut]}"', strict=False))

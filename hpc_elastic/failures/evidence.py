@@ -202,6 +202,7 @@ def _describe(
         problem = file.problem
     if recorded is not None:
         problem = f"its error file has another exception, which did not end it: {cut_end(recorded.summary, _TAIL_LINE)}"
+    lines = printed.split("\n") if found is not None else []
     failure = _build(
         facts,
         found,
@@ -211,15 +212,15 @@ def _describe(
         stderr_tail=tail,
         printed_tail=_last_lines(printed, (0, 0)) if source is EvidenceSource.STDOUT else "",
         problem=problem,
-        wrapped=find_wrapped(found, printed.split("\n")) if found is not None else None,
-        reads=find_file_read(found, printed.split("\n"), _read_script) if found is not None else "",
+        wrapped=find_wrapped(found, lines) if found is not None else None,
+        reads=find_file_read(found, lines, _read_script) if found is not None else "",
     )
     return _blame_rendezvous(failure, text)
 
 
 def _blame_rendezvous(failure: WorkerFailure, text: str) -> WorkerFailure:
     """A hindrance to ``init_process_group`` is the cause of what reads like a peer's absence there."""
-    notes = [line for line in text.split("\n") if line.startswith(NOTE)]
+    notes = [line for line in text.split("\n") if line.startswith(NOTE)] if NOTE in text else []
     is_there = "in init_process_group" in failure.traceback
     if not notes or not is_there or failure.failure_class not in (FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE):
         return failure
@@ -409,7 +410,7 @@ def _find_far_back(path: str, tail: str, *, exitcode: int) -> FailureText | None
         while end < _SCAN_BACK and file.has(end):
             overlap = min(end, len(_HEADER))
             part = file.read(step + overlap, before=end - overlap)
-            at = part.rfind(_HEADER)
+            at = part.rfind(_HEADER) if _HEADER[:1] in part else -1  # a tenth of the time in a long message
             if at < 0:
                 end += step
                 continue

@@ -44,13 +44,14 @@ def find_explanation(
 
     `lived_ns`: how long the worker lived after it had printed a traceback on stderr; None where that is not known.
     """
-    found = _find_in_text(facts, stderr, lived_ns)
+    lines = stderr.split("\n")
+    found = _find_in_text(facts, stderr, lines, lived_ns)
     number = signal_of(facts.exitcode)
     if found is not None or number == signal.SIGKILL or (number == signal.SIGTERM and facts.stopped_by_agent):
         return found, EvidenceSource.STDERR, stderr
-    said = find_last_lines(stderr.split("\n"))
+    said = find_last_lines(lines)
     if number == signal.SIGTERM:  # a thread of its own may have sent it, and then printed why
-        found = _from_lines(facts, said, stderr.split("\n"))
+        found = _from_lines(facts, said, lines)
         if found is not None:
             lived = lived_ns(found)
             is_reason = lived <= _RIGHT_BEFORE_NS if lived is not None else found.kind is TextKind.LINES
@@ -58,13 +59,14 @@ def find_explanation(
         return found, EvidenceSource.STDERR, stderr
     if said is None or not said.is_telling:
         stdout = read_stdout()
-        found = _find_in_text(facts, stdout, lambda _: None)
+        lines_there = stdout.split("\n")
+        found = _find_in_text(facts, stdout, lines_there, lambda _: None)
         if found is not None:
             return found, EvidenceSource.STDOUT, stdout
-        printed = find_last_lines(stdout.split("\n"))
+        printed = find_last_lines(lines_there)
         if printed is not None and (printed.is_telling or said is None):
-            return _from_lines(facts, printed, stdout.split("\n")), EvidenceSource.STDOUT, stdout
-    return _from_lines(facts, said, stderr.split("\n")), EvidenceSource.STDERR, stderr
+            return _from_lines(facts, printed, lines_there), EvidenceSource.STDOUT, stdout
+    return _from_lines(facts, said, lines), EvidenceSource.STDERR, stderr
 
 
 def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) -> FailureText | None:
@@ -84,9 +86,10 @@ def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) 
     )
 
 
-def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureText], int | None]) -> FailureText | None:
+def _find_in_text(
+    facts: WorkerFailure, text: str, lines: Sequence[str], lived_ns: Callable[[FailureText], int | None]
+) -> FailureText | None:
     number = signal_of(facts.exitcode)
-    lines = text.split("\n")
     if not number:
         ending = find_uncaught(text, lines, exitcode=facts.exitcode, lived_ns=lived_ns)
         return ending or find_cpp_terminate(text)
@@ -120,7 +123,7 @@ def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureTe
     return replace(fatal, message=f"{said.text}\n{fatal.message}") if said is not None and said.is_telling else fatal
 
 
-def _interrupted(text: str, lines: list[str]) -> FailureText | None:
+def _interrupted(text: str, lines: Sequence[str]) -> FailureText | None:
     """``_thread.interrupt_main()`` raises KeyboardInterrupt too: something led to that."""
     tracebacks = find_tracebacks(text)
     last = tracebacks[-1] if tracebacks else None
@@ -260,7 +263,7 @@ def find_cpp_terminate(text: str) -> FailureText | None:
         message = before if _VIRTUAL.match(before) else body.split("\n", 1)[0]
         if what := _WHAT.search(body):
             message = cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT)
-    elif _FATAL_LOG.search(text) and (last := _last_match(_FATAL_LOG, "] ", text)) is not None:
+    elif "] " in text and _FATAL_LOG.search(text) and (last := _last_match(_FATAL_LOG, "] ", text)) is not None:
         body, message = text[last.start() :], cut_end(last[1], MESSAGE_LIMIT)
     else:
         return None

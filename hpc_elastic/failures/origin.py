@@ -259,16 +259,18 @@ def explain_chain(chain: Sequence[RaisedException], *, rank: int = -1) -> Failur
 def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
     """Find the exception to name: the last one that is not a consequence of one before it."""
     kept = _without_expected(chain)
-    named = kept[-1] if kept else None
-    for raised in reversed(kept):
-        cleans_up = any(re.search(_CLEANS_UP, frame.function) for frame in user_frames(raised.frames))
-        if named is not raised and named is not None and named.while_handling and cleans_up:
+    if not kept:
+        return None
+    named = kept[-1]
+    for raised in reversed(kept[:-1]):
+        functions = (frame.function for frame in user_frames(raised.frames)) if named.while_handling else ()
+        if any(re.search(_CLEANS_UP, function) for function in functions):
             return named
         row = explain(raised)
-        if row is not None and row.failure_class is FailureClass.SYMPTOM and raised is not kept[-1]:
+        if row is not None and row.failure_class is FailureClass.SYMPTOM:
             return named
         named = raised
-    return kept[0] if kept else None
+    return kept[0]
 
 
 def explain(raised: RaisedException) -> FailurePattern | None:
@@ -456,13 +458,13 @@ def find_file_read(found: FailureText, lines: Sequence[str], read_script: Callab
     the process printed last before its traceback.
     """
     frames = user_frames(found.frames)
-    if not frames or not found.exception_type or re.search(_PRINTED_PATH, found.message.split("\n", 1)[0]):
+    if not frames or not found.exception_type:
         return ""
     code = found.text.split("\n")
     places = {line.strip(): code[at + 1].strip() for at, line in enumerate(code[:-1]) if line.startswith('  File "')}
     calls = [places.get(f'File "{one.file}", line {one.line}, in {one.function}', "") for one in frames]
     is_own = frames[-1] is found.frames[-1] and is_raised_by_script(found)
-    if is_own or not re.search(_READS, calls[-1]):
+    if is_own or not re.search(_READS, calls[-1]) or re.search(_PRINTED_PATH, found.message.split("\n", 1)[0]):
         return ""
     for frame, call in zip(reversed(frames), reversed(calls), strict=True):
         if literal := re.search(_LITERAL, call):

@@ -37,7 +37,8 @@ _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
 _LAST = "(most recent call last):"
 _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)(?:, in (.*))?\Z')
-_EXCEPTION_LINE = re.compile(r"([A-Za-z_][\w.]*(?:\.<locals>[\w.]*)*)(?::(?: (.*))?)?\Z")
+_EXCEPTION_LINE = re.compile(r"([A-Za-z_][\w.]*(?:\.<locals>[\w.]*)*)(?:: |:?\Z)")
+"""Its message is what follows: it may be megabytes long."""
 _CLASS_LINE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?::|\Z)")
 _MOST_BETWEEN = 20
 _SYNTAX_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
@@ -65,7 +66,10 @@ def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | 
 
     What Python printed and went on after (a ``__del__``, atexit, another thread) is taken only where nothing else is.
     """
-    lines, prefixed = _split(text if cleaned else clean_text(text))
+    text = text if cleaned else clean_text(text)
+    if not _may_hold_one(text) and "Error: " not in text:
+        return None
+    lines, prefixed = _split(text)
     blocks = _blocks(lines, prefixed)
     for wanted in (_Rank.MAIN, _Rank.OTHER_THREAD):
         for index in range(len(blocks) - 1, -1, -1):
@@ -76,11 +80,18 @@ def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | 
 
 def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
     """Find those that may have ended a process; `threads`: those of threads and tasks, which end nothing, instead."""
+    if not _may_hold_one(text):
+        return []
     lines, prefixed = _split(text)
     blocks = _blocks(lines, prefixed)
     wanted = _Rank.OTHER_THREAD if threads else _Rank.MAIN
     last = [at for at in range(len(blocks)) if at + 1 == len(blocks) or not blocks[at + 1].chained]
     return [_from_block(lines, prefixed, blocks, at) for at in last if blocks[at].rank is wanted]
+
+
+def _may_hold_one(text: str) -> bool:
+    """A look that costs nothing: lines of megabytes are copied when a text is split."""
+    return "(most recent call last)" in text
 
 
 def find_cut_off(text: str) -> FailureText | None:
@@ -376,7 +387,7 @@ def _split_exception(lines: list[str]) -> tuple[str, str]:
         return "", ""
     first = lines[0]
     if match := _EXCEPTION_LINE.match(first):
-        exception_type, message = match[1], match[2] or ""
+        exception_type, message = match[1], first[match.end() :]
     else:
         exception_type, _, message = first.partition(": ")
         exception_type = cut_end(exception_type, 200)

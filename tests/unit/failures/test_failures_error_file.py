@@ -135,6 +135,15 @@ def test_a_torn_file_gives_what_is_there(tmp_path: Path, cut: int) -> None:
         assert found.message == "ValueError: bad"
 
 
+@pytest.mark.parametrize("words", ['say "no"', "C:\\", '\\"', '\\\\" and "', '"', "\\u00e9 \u00e9 \\\\"])
+def test_a_quote_in_a_torn_file_ends_no_message(tmp_path: Path, words: str) -> None:
+    extra = {"py_callstack": f"Traceback\n{words}", "timestamp": "17"}
+    whole = json.dumps({"message": {"message": words, "extraInfo": extra}})
+    found = read_error_file(put(tmp_path, whole[:-1]))
+    assert found.problem.startswith("torn: ")
+    assert (found.message, found.traceback) == (words, f"Traceback\n{words}")
+
+
 def test_a_file_of_100_mb_is_cut_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     with open(path, "wb") as file:
