@@ -126,6 +126,28 @@ def test_what_an_agent_may_need_is_imported_at_its_start() -> None:
     assert not missing
 
 
+COMMAND = """
+import gc, sys
+from hpc_elastic.cli.main import console_main
+sys.argv[1:] = {}
+try: console_main()
+except SystemExit: pass
+"""
+
+
+def test_the_command_takes_no_typing_extensions_for_msgspec() -> None:
+    """It imports inspect and ast; an agent that finds no run directory has imported all that it needs to join."""
+    loaded = after(COMMAND.format(["agent", "--run-dir", "/nowhere", "--attempt", "0"]))
+    assert {"hpc_elastic.agent.main", "msgspec"} <= loaded
+    assert not loaded & {"typing_extensions", "inspect"}
+
+
+def test_the_collector_looks_at_no_module_and_then_at_all_that_comes() -> None:
+    assert "hpc_elastic.cli.config" in after(
+        COMMAND.format(["config"]) + "assert gc.isenabled() and gc.get_freeze_count() > 1000"
+    )
+
+
 NOT_A_REPORTS = (
     "hpc_elastic.agent",
     "hpc_elastic.launch",
