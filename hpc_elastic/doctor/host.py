@@ -25,15 +25,7 @@ from hpc_elastic.agent.worker_environment import enter_container
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.host_facts import filesystem_type, module_command, source_command, source_environment
 from hpc_elastic.base.text import clean_line, first_of
-from hpc_elastic.doctor.checks import (
-    DoctorFinding,
-    fold,
-    ok,
-    problem,
-    problem_unless,
-    warn_unless,
-    warning,
-)
+from hpc_elastic.doctor.checks import DoctorFinding, fold, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.launch.run_directory import why_not_shared
 from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner

@@ -42,11 +42,7 @@ class EvidenceKind(str, Enum):
     """A round's first failure was there, and an exception: most often the code's own."""
 
 
-WEIGHTS = {
-    **dict.fromkeys(EvidenceKind, 1.0),
-    EvidenceKind.FIRST_FAILURE: 0.5,
-    EvidenceKind.FIRST_EXCEPTION: 0.25,
-}
+WEIGHTS = {**dict.fromkeys(EvidenceKind, 1.0), EvidenceKind.FIRST_FAILURE: 0.5, EvidenceKind.FIRST_EXCEPTION: 0.25}
 _MOVING = (EvidenceKind.FIRST_FAILURE, EvidenceKind.FIRST_EXCEPTION, EvidenceKind.SLOW)
 """Kinds that count against no node where the same begins on another one."""
 

@@ -13,16 +13,7 @@ from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import HealthVerdict
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.run.paths import UNHEALTHY_CODE, Outcome
-from tests.unit.agent.test_agent_node_agent import (  # noqa: F401
-    START,
-    Play,
-    closed,
-    failure,
-    final,
-    frozen,
-    joinable,
-    play,
-)
+from tests.unit.agent.test_agent_node_agent import START, Play, closed, failure, final, frozen, joinable, play  # noqa: F401
 
 WHY = "health check failed: GPU 2 is lost"
 

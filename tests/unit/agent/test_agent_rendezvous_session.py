@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.identity import (
-    START_NUMBER_SECONDS,
-    claim_start_number,
-    local_world_size,
-    prepare_session,
-)
+from hpc_elastic.agent.identity import START_NUMBER_SECONDS, claim_start_number, local_world_size, prepare_session
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.coordination import RendezvousSession
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.failures.classify import (
-    category_of,
-    classify,
-    signal_name,
-    signal_of,
-)
+from hpc_elastic.failures.classify import category_of, classify, signal_name, signal_of
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.patterns import PATTERNS, find_pattern

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.failures.collectives import (
-    activity_of_failure,
-    activity_of_stack,
-    compare_ranks,
-)
+from hpc_elastic.failures.collectives import activity_of_failure, activity_of_stack, compare_ranks
 from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.run.progress import Activity, AwaitedCall, Doing, FlightTail, TailTrack
 

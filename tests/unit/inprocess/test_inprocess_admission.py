@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess import replacement
-from hpc_elastic.inprocess.replacement import (
-    Admission,
-    Admissions,
-    ReplacementProcess,
-    admission,
-    is_enough,
-)
+from hpc_elastic.inprocess.replacement import Admission, Admissions, ReplacementProcess, admission, is_enough
 from hpc_elastic.inprocess.state import InternalError, State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin
 

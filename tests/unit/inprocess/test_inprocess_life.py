@@ -7,12 +7,7 @@ from functools import reduce
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.inprocess.state import (
-    TRANSITIONS,
-    CallEvent,
-    CallPhase,
-    next_phase,
-)
+from hpc_elastic.inprocess.state import TRANSITIONS, CallEvent, CallPhase, next_phase
 
 pytestmark = pytest.mark.torch
 

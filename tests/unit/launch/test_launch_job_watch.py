@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.launch.site import (
-    LOOK_SECONDS,
-    RETRY_SECONDS,
-    SOON_SECONDS,
-    ControllerOutage,
-    JobWatch,
-    nodes_differ,
-)
+from hpc_elastic.launch.site import LOOK_SECONDS, RETRY_SECONDS, SOON_SECONDS, ControllerOutage, JobWatch, nodes_differ
 from hpc_elastic.run.control_events import NodesCompared
 from hpc_elastic.slurm.client import CommandResult, SlurmClient
 from hpc_elastic.slurm.commands import JobId, SlurmError, SlurmUnavailableError

@@ -11,12 +11,7 @@ import pytest
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS, AgentEnd
 from hpc_elastic.launch.site import LOOK_SECONDS, Allocation, JobCondition, JobWatch, SlurmAnswer
-from hpc_elastic.launch.supervisor import (
-    AT_ONCE,
-    END_RESERVE,
-    LAUNCH_NEWS_SECONDS,
-    SILENT_SECONDS,
-)
+from hpc_elastic.launch.supervisor import AT_ONCE, END_RESERVE, LAUNCH_NEWS_SECONDS, SILENT_SECONDS
 from hpc_elastic.rendezvous.proposals import to_event
 from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status
 from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, claim_end, close_run

@@ -7,14 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.output.log_files import (
-    FINEST_US,
-    HEADER,
-    MOST_RECENT,
-    RecentTimes,
-    thinned,
-    times_path,
-)
+from hpc_elastic.output.log_files import FINEST_US, HEADER, MOST_RECENT, RecentTimes, thinned, times_path
 from hpc_elastic.output.log_streams import read_marks, times_node
 
 MARKS = st.lists(

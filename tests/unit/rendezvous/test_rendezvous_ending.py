@@ -10,14 +10,7 @@ from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.membership import NodeInfo, Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.succession import (
-    END_ASKED,
-    END_PATIENCE,
-    END_TURN,
-    END_UNCONFIRMED,
-    Ending,
-    claim_end,
-)
+from hpc_elastic.rendezvous.succession import END_ASKED, END_PATIENCE, END_TURN, END_UNCONFIRMED, Ending, claim_end
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.run.spec import RendezvousSettings

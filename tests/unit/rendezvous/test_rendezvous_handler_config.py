@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rendezvous.handler_config import (
-    config_from_keys,
-    config_from_url,
-    on_this_node,
-    participant_settings,
-)
+from hpc_elastic.rendezvous.handler_config import config_from_keys, config_from_url, on_this_node, participant_settings
 
 
 def test_a_url_says_it_all(tmp_path: Path) -> None:

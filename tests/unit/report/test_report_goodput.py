@@ -17,14 +17,7 @@ from hpc_elastic.base.files import write_json
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
-from hpc_elastic.report.goodput import (
-    ONE_STEP,
-    STEPS_GO_BACK,
-    Goodput,
-    describe_goodput,
-    describe_progress,
-    goodput_of,
-)
+from hpc_elastic.report.goodput import ONE_STEP, STEPS_GO_BACK, Goodput, describe_goodput, describe_progress, goodput_of
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.run.progress import ProgressSource

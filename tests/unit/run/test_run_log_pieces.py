@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.log_pieces import (
-    EndReader,
-    find_pieces,
-    holds_at_end,
-    parse_size,
-    piece_path,
-    to_remove,
-)
+from hpc_elastic.run.log_pieces import EndReader, find_pieces, holds_at_end, parse_size, piece_path, to_remove
 
 
 @pytest.mark.parametrize(
