@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
@@ -22,20 +23,7 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import module_command
 from hpc_elastic.cli.config import read_command_line
-from hpc_elastic.cli.follow import ASK_SLURM_EVERY, SlurmWatch, show_to_end
 from hpc_elastic.cli.main import print_note
-from hpc_elastic.doctor.checks import (
-    DoctorFinding,
-    SavedFindings,
-    Severity,
-    SlurmFacts,
-    ask_slurm,
-    check_slurm,
-    problem,
-    save_findings,
-)
-from hpc_elastic.doctor.host import ProbeSettings, check_host, judge_pythons, look_at_python
-from hpc_elastic.doctor.node_job import ProbedNode, collect, facts_folder, judge_nodes, unfinished
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
@@ -51,15 +39,17 @@ from hpc_elastic.options.run_request import (
 )
 from hpc_elastic.options.table import Group, Help, Parsed, define, explaining
 from hpc_elastic.output.terminal import each_line, one_line
-from hpc_elastic.rehearsal.journal import LossSource, parse_pattern
-from hpc_elastic.rehearsal.judge import KINDS, QUICK, as_json, as_page, as_text, parse_kinds
-from hpc_elastic.rehearsal.live_run import RehearsalOptions
-from hpc_elastic.rehearsal.rehearse import Rehearsal
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, RunSpec
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.commands import SlurmError
+
+if TYPE_CHECKING:  # each of the two is imported once it is asked for: the other needs none of it, nor does --help
+    from hpc_elastic.doctor.checks import DoctorFinding
+    from hpc_elastic.doctor.host import ProbeSettings
+    from hpc_elastic.doctor.node_job import ProbedNode
+    from hpc_elastic.rehearsal.live_run import RehearsalOptions
 
 DOCTOR_HELP = Help(
     usage="hpc-elastic doctor [--nodes N] [options]",
@@ -99,6 +89,8 @@ def main_doctor(argv: Sequence[str]) -> int:
     )
     if parsed is None:
         return 0
+    from hpc_elastic.doctor import checks, host
+
     with explaining(parsed):
         if parsed.command:
             raise UsageError(f"doctor takes no script; leave out {parsed.command[0]}")
@@ -106,7 +98,7 @@ def main_doctor(argv: Sequence[str]) -> int:
         has_job = parsed.get("nodes") is not None
         job = plan_job(parsed, cluster=cluster_here(asked, env), env=env)
         nodes = job_options.asked_nodes(parsed)[1] if has_job else 2  # this host is judged for a run of 2
-        run = SlurmFacts(
+        run = checks.SlurmFacts(
             partition=parsed.get("partition") or env.get("SBATCH_PARTITION", ""),
             nodes=1 if asked == "local" else nodes,
             account=parsed.get("account") or env.get("SBATCH_ACCOUNT", ""),
@@ -128,21 +120,21 @@ def main_doctor(argv: Sequence[str]) -> int:
                 sys.stdout.write(f"{one_line(line)}\n")
         sys.stdout.flush()
 
-    slurm = ask_slurm(run, runner=SubprocessRunner(env), clock=clock, env=env)
-    report(check_slurm(slurm))
-    report(check_host(job.runs_dir.parent, nodes=1 if slurm.is_missing else run.nodes))
+    slurm = checks.ask_slurm(run, runner=SubprocessRunner(env), clock=clock, env=env)
+    report(checks.check_slurm(slurm))
+    report(host.check_host(job.runs_dir.parent, nodes=1 if slurm.is_missing else run.nodes))
     container = job.settings.container
-    python = look_at_python(job.settings.python, env, cwd=os.getcwd(), container=container)
+    python = host.look_at_python(job.settings.python, env, cwd=os.getcwd(), container=container)
     here = {socket.gethostname(): python} if python is not None else {}
-    report(judge_pythons(here, container, of="software"))
+    report(host.judge_pythons(here, container, of="software"))
     facts = _examine_nodes(job, report, clock=clock, env=env) if has_job else {}
     if parsed.flag("json"):
         value = {"version": 1, "findings": findings, "nodes": list(facts.values())}
         sys.stdout.write(json.dumps(to_builtins(value), indent=2) + "\n")
     if save is not None:
-        kept = SavedFindings(saved_ns=clock.time_ns(), findings=tuple(findings), slurm=slurm)
-        print_note(f"kept in {save_findings(kept, env=env, for_site=save == 'site')}")
-    return 1 if any(finding.level is Severity.PROBLEM for finding in findings) else 0
+        kept = checks.SavedFindings(saved_ns=clock.time_ns(), findings=tuple(findings), slurm=slurm)
+        print_note(f"kept in {checks.save_findings(kept, env=env, for_site=save == 'site')}")
+    return 1 if any(finding.level is checks.Severity.PROBLEM for finding in findings) else 0
 
 
 class ProbeJob(Struct, frozen=True, kw_only=True):
@@ -159,6 +151,9 @@ class ProbeJob(Struct, frozen=True, kw_only=True):
 
 
 def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJob:
+    from hpc_elastic.doctor.host import ProbeSettings
+    from hpc_elastic.doctor.node_job import facts_folder
+
     # Not this interpreter's name alone: --setup would put its own interpreter in that place.
     command = ("/usr/bin/env", *module_command("hpc_elastic.doctor.node_job", "main"))
     values = {
@@ -198,6 +193,9 @@ def _examine_nodes(
     job: ProbeJob, report: Callable[[Iterable[DoctorFinding]], None], *, clock: Clock, env: Mapping[str, str]
 ) -> Mapping[str, ProbedNode]:
     """The job's run directory stays where something is missing."""
+    from hpc_elastic.doctor.checks import problem
+    from hpc_elastic.doctor.node_job import collect, judge_nodes, unfinished
+
     for number in (signal.SIGTERM, signal.SIGHUP):  # the job ends with this process then, as with Ctrl-C
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     made: tuple[Path, ...] = ()
@@ -245,6 +243,8 @@ def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
 
 
 def _run_by_slurm(job: ProbeJob, slurm: SlurmJob, *, clock: Clock, env: Mapping[str, str]) -> str:
+    from hpc_elastic.cli.follow import ASK_SLURM_EVERY, SlurmWatch, show_to_end
+
     submission = Submission(job=slurm, runs_dir=job.runs_dir)
     client = submission_client(submission, env, clock, print_note)
     number = submit_job(submission, client, clock=clock, env=env, log=print_note)
@@ -306,6 +306,8 @@ _MOST_NODES = _MOST_WORKERS = 2
 def main_rehearse(argv: Sequence[str]) -> int:
     env = os.environ
     if list(argv) in (["--faults", "list"], ["--faults=list"]):
+        from hpc_elastic.rehearsal.judge import KINDS, QUICK
+
         lines = [f"{kind.name:<12}{kind.title}{f'; {kind.need.value}' if kind.need else ''}" for kind in KINDS]
         lines.append(f"{'quick':<12}{', '.join(kind.name for kind in QUICK)}: those that find most\n")
         sys.stdout.write(each_line("\n".join(lines)))
@@ -313,6 +315,9 @@ def main_rehearse(argv: Sequence[str]) -> int:
     parsed = read_command_line(argv, subcommand="rehearse", help_=REHEARSE_HELP, env=env, own=REHEARSE_OPTIONS)
     if parsed is None:
         return 0
+    from hpc_elastic.rehearsal.judge import as_json, as_page, as_text
+    from hpc_elastic.rehearsal.rehearse import Rehearsal
+
     with explaining(parsed):
         options = _options(parsed, env)
     quiet = parsed.flag("json")
@@ -328,6 +333,10 @@ def main_rehearse(argv: Sequence[str]) -> int:
 
 
 def _options(parsed: Parsed, env: Mapping[str, str]) -> RehearsalOptions:
+    from hpc_elastic.rehearsal.journal import LossSource, parse_pattern
+    from hpc_elastic.rehearsal.judge import parse_kinds
+    from hpc_elastic.rehearsal.live_run import RehearsalOptions
+
     cwd = working_directory(parsed, env)
     pattern = parsed.get("losses")
     kinds = parse_kinds(parsed.get("faults") or "all")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import click
 from msgspec import Struct, to_builtins
@@ -47,10 +48,10 @@ from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.failures.flight_analysis import Analysis, GroupState, analyse
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, rank_of_name, read_dump
 from hpc_elastic.output.terminal import one_line
-from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.document import Document, with_end
-from hpc_elastic.report.history import RunHistory
 from hpc_elastic.run.paths import ExitCode, RunPaths
+
+if TYPE_CHECKING:  # what reads a run is imported where one is read: hangs reads none
+    from hpc_elastic.report.history import RunHistory
 
 _CLEAR = "\x1b[H\x1b[2J"
 _FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)
@@ -118,6 +119,8 @@ def run(args: SimpleNamespace) -> int:
 
 
 def _history(asked: AskedRun, args: SimpleNamespace, *, follows: bool = False) -> RunHistory:
+    from hpc_elastic.report.collect import collect_run
+
     ranks: Container[int] = parse_numbers(args.rank, option="--rank") if args.rank is not None else ()
     try:
         history = collect_run(asked.paths.root, ranks=ranks)
@@ -134,6 +137,7 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
         return history
     from hpc_elastic.cli import run_job
     from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
+    from hpc_elastic.report.document import with_end
 
     clock = SystemClock()
     before = read_status(asked.paths, clock=clock)
@@ -151,6 +155,8 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
 
 
 def _text(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> str:
+    from hpc_elastic.report.document import Document
+
     if args.format == "json":
         from hpc_elastic.report.write import json_report
 
@@ -179,6 +185,7 @@ def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> s
 
 
 def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
+    from hpc_elastic.report.document import Document
     from hpc_elastic.report.render_html import render_html
     from hpc_elastic.run.fold import relinked
 

@@ -159,10 +159,19 @@ NOT_A_REPORTS = (
 
 def test_a_report_imports_nothing_that_runs_a_run() -> None:
     """The agent, the coordinator and the launcher were a fifth of what a small run's report takes."""
-    loaded = after("import hpc_elastic.cli.report")
+    loaded = after("import hpc_elastic.cli.report, hpc_elastic.report.collect, hpc_elastic.report.document")
     assert "hpc_elastic.report.collect" in loaded
     assert not [name for name in loaded if name.startswith(NOT_A_REPORTS)]
     assert not loaded & (HEAVY | {"statistics", "fractions"})
+
+
+@pytest.mark.parametrize("module", ["report", "preflight"])
+def test_a_command_imports_what_it_is_asked_for(module: str) -> None:
+    """Not what the other one of its module needs: that was half of ``hangs``, and ``--help`` needs neither."""
+    loaded = after(f"import hpc_elastic.cli.{module}")
+    assert f"hpc_elastic.cli.{module}" in loaded
+    packages = ("hpc_elastic.report", "hpc_elastic.doctor", "hpc_elastic.rehearsal", "hpc_elastic.agent")
+    assert not [name for name in loaded if name.startswith(packages)]
 
 
 DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
