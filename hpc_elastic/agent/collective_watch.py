@@ -427,6 +427,12 @@ class NcclWatch:
     def due(self) -> float | None:
         return self._clock.monotonic() + _LOOK_SECONDS if self._is_asking else self._next
 
+    @property
+    def is_due(self) -> bool:
+        """An answer has come, or it is time for a question."""
+        is_time = self._next is not None and self._clock.monotonic() >= self._next
+        return bool(self._answers) or (is_time and not self._is_asking)
+
     def begin(self) -> None:
         self.end()
         if self._address is not None:

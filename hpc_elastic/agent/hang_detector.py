@@ -340,9 +340,10 @@ class HangDetector(Part):
         return is_awaited
 
     def _look_at_nccl(self, workers: LocalWorkers, members: Sequence[Member]) -> Hang | None:
-        first, hosts = workers.layout.first_rank, self._hosts(members)
-        pids = {pid: first + local_rank for local_rank, pid in workers.running_pids.items()}
-        self._nccl.look(pids, hosts, beats=sum(beat.changes for beat in self._watch.read()))
+        if self._nccl.is_due:
+            first, hosts = workers.layout.first_rank, self._hosts(members)
+            pids = {pid: first + local_rank for local_rank, pid in workers.running_pids.items()}
+            self._nccl.look(pids, hosts, beats=sum(beat.changes for beat in self._watch.read()))
         found = self._nccl.found
         if found is None:
             if self._reported is Source.NCCL:

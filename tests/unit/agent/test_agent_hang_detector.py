@@ -223,7 +223,9 @@ def test_what_it_does_not_mean(text: str) -> None:
 class Steps:
     """A detector whose worker works until `pace` is 0."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, names: str = "a", **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, names: str = "a", ras: str = "", **settings: Any
+    ) -> None:
         self.clock, self.workers, self.cpu, self.pace = FakeClock(), IdleWorkers(), 0.0, 30.0
         self.folder, self.files = folder, FileExecutor(name="test")
 
@@ -232,7 +234,8 @@ class Steps:
 
         monkeypatch.setattr(hang_detector, "read_counts", count)
         site = hang_site(folder, names, clock=self.clock, files=self.files)
-        nccl = NcclWatch("", run_uid="", least=HangSettings().least, clock=self.clock)
+        self.watch = site.watch
+        nccl = NcclWatch(ras, run_uid="", least=HangSettings().least, clock=self.clock)
         self.detector = HangDetector(site, nccl=nccl, **{"gpus": None, "environment": {}, **settings})
         members = [Member(name, node, 1) for node, name in enumerate(names)]
         self.record: Any = SimpleNamespace(round=0, members=members)
@@ -257,6 +260,21 @@ class Steps:
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Steps]:
     return lambda **settings: Steps(tmp_path / "suspicions", monkeypatch, **settings)
+
+
+def test_an_agent_that_wakes_reads_no_page_before_it_asks_nccl(
+    steps: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wakes every few seconds, with a worker's page for each of maybe 200 workers."""
+    run, reads = steps(ras="127.0.0.1:9"), []
+    monkeypatch.setattr(run.watch, "read", lambda: reads.append(run.clock.monotonic()) or [])
+    began = run.clock.monotonic()
+    for _ in range(5):
+        assert run.detector.judge(run.workers, run.record) is None
+        run.clock.wait(threading.Event(), 0.5)
+    assert not reads
+    run.until(lambda _: run.clock.monotonic() >= began + 65.0, 20)
+    assert reads
 
 
 def test_a_hang_is_found_once_and_goes_when_the_workers_go_on(steps: Callable[..., Steps]) -> None:
