@@ -129,7 +129,7 @@ def test_many_faults_end_as_none_would(tmp_path: Path, replicas: str) -> None:
 
 
 def test_a_notice_has_the_last_step_committed(tmp_path: Path) -> None:
-    with run_with(tmp_path, "--checkpoint-bandwidth", "64K", every=1000, pad=400_000) as run:
+    with run_with(tmp_path, "--checkpoint-bandwidth", "64K", every=1000, pad=100_000) as run:
         run.until(lambda: "step 5 at" in run.log(), "step 5")
         run.signal(signal.SIGUSR2)
         run.finish()

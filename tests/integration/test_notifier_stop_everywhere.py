@@ -15,7 +15,6 @@ from tests.rigs.nfs_emulator import MountSettings
 
 NODES = 8
 CACHES = {
-    "NFS, 3 s": MountSettings(attributes=3.0, directories=3.0),
     # Opening a folder asks nobody: what is new is hidden for so long, unless one looks past the cache.
     "listings of 60 s": MountSettings(attributes=60.0, directories=60.0, revalidation="time"),
     "NFS, 60 s, times of 1 s": MountSettings(attributes=60.0, directories=60.0, granularity=1.0),
