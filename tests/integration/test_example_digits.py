@@ -68,31 +68,6 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
     assert final_loss(output) == pytest.approx(undisturbed_loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_killed_worker_costs_a_restart_and_no_accuracy(
-    tmp_path: Path, undisturbed_loss: float, start_method: str
-) -> None:
-    checkpoint = tmp_path / "digits"
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2"),
-            *("--start-method", start_method),
-            *("--runs-dir", str(tmp_path / "runs"), str(SCRIPT), "--epochs", str(EPOCHS)),
-            *("--checkpoint", str(checkpoint), "--kill-rank", "1", "--kill-epoch", "3"),
-        ],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert final_loss(result.stdout) == pytest.approx(undisturbed_loss, rel=1e-4)
-    assert f"resuming after epoch 2 from {checkpoint}" in result.stdout
-    assert "workers are started fresh" not in result.stdout
-    report = result.stdout.split("Root Cause (first observed failure)", 1)[1]
-    assert "SIGKILL" in report
-    assert "\n  rank 1 (local_rank 0) on node1 (node 1)" in report
-    assert "restart 1 of 3" in report
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits", "digits.killed", "runs"]
-
-
 def test_the_same_script_submitted_by_a_program(tmp_path: Path, undisturbed_loss: float) -> None:
     """It is as unchanged as above. (What restarts it is the same; test_submission_local has a worker killed.)"""
     executor = ElasticExecutor(tmp_path / "jobs", cluster="local")

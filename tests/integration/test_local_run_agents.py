@@ -53,16 +53,6 @@ def test_killed_agent_takes_its_family_along_and_is_started_again(tmp_path: Path
         assert run.report()["attempts"][0]["agents_relaunched"] == [f"node{node}"]
 
 
-def test_agent_killed_in_every_round(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, _WAIT, nodes=3) as run:
-        for round_index, node in enumerate((0, 2, 0)):
-            run.wait_moments("here", count=3, round_index=round_index)
-            os.kill(run.agent(node).pid, signal.SIGKILL)
-        run.wait_moments("here", count=3, round_index=3)
-        run.finish_well()
-        assert {event["restarts_used"] for event in run.events("round_final")} == {0}
-
-
 def test_all_agents_killed_at_once(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _WAIT) as run:
         run.wait_moments("here", count=2, round_index=0)

@@ -93,15 +93,6 @@ def test_a_script_saves_on_sigterm_while_its_data_loader_lives(ddp_run: Run, num
             run.until(lambda: not run.processes(), "end of what the killed supervisor left", after_its_end=True)
 
 
-def test_status_counts_the_steps_of_the_optimizer(ddp_run: Run) -> None:
-    with ddp_run("--steps", "100000", "--fail", "sleep@40") as run:
-        found = run.until(lambda: run.paths.root.exists() and status(run)["steps"], "steps", within=120.0)
-        assert (found["source"], found["ranks"], found["total"]) == ("optimizer", 2, None)
-        run.until(lambda: status(run)["steps"]["most"] == 40, "step 40", within=120.0)
-        run.signal(signal.SIGINT)
-        run.finish()
-
-
 def test_a_lost_agent_is_the_cause_and_free(ddp_run: Run, tmp_path: Path) -> None:
     """The other rank fails with gloo's closed connection before it is known who is left."""
     checkpoint = tmp_path / "saved.pt"

@@ -86,24 +86,6 @@ def test_a_kill_right_after_each_start_is_given_up_and_no_node_is_suspect(tmp_pa
         assert len(report["attempts"]) == 1
 
 
-def test_other_exceptions_use_up_the_restarts(tmp_path: Path) -> None:
-    script = _MEET + "if RANK == 0: raise [ValueError, KeyError, TypeError][ROUND](ROUND)\nwait_for('never')\n"
-    with LocalRun(tmp_path, script, options=["--max-restarts", "2"]) as run:
-        assert run.finish() == ExitCode.WORKERS_FAILED
-        assert {event["round"] for event in run.events("round_final")} == {0, 1, 2}
-        (closed,) = run.events("closed")
-        assert "restarts exhausted (2 of 2 restarts used)" in closed["reason"]
-        assert run.report()["verdict"]["failure"]["exception_type"] == "TypeError"
-
-
-def test_exit_93_is_not_tried_again(tmp_path: Path) -> None:
-    script = _MEET + "if RANK == 1: sys.exit(93)\nwait_for('never')\n"
-    with LocalRun(tmp_path, script, options=["--max-requeues", "3"]) as run:
-        assert run.finish() == ExitCode.NOT_RETRYABLE
-        assert {event["round"] for event in run.events("round_final")} == {0}
-        assert not run.paths.attempt(1).root.exists()
-
-
 def test_requeue_resumes_in_the_same_run_directory(tmp_path: Path) -> None:
     script = """
     tell("here")

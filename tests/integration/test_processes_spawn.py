@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.workers.spawn import Inherited, start_worker
-from tests.rigs.agent_stand_in import StandIn, run_stand_in
-from tests.rigs.processes import is_alive
-from tests.rigs.waiting import until
+from tests.rigs.agent_stand_in import run_stand_in
 
 _LOOK_AT_YOURSELF = r"""
 look = '''
@@ -268,21 +264,6 @@ def test_status_taken_by_somebody_else_is_no_success() -> None:
     assert facts == {"lost": True, "exitcode": 255}
 
 
-def test_worker_dies_with_a_killed_agent() -> None:
-    with StandIn(
-        """
-        worker = start(IGNORES_TERM)
-        read_line(worker.stdout_fd)
-        report(worker=worker.pid)
-        time.sleep(600)
-        """
-    ) as agent:
-        worker = agent.report()["worker"]
-        assert is_alive(worker)
-        agent.kill()
-        until(lambda: not is_alive(worker), what="the worker's death")
-
-
 def test_200_starts_and_stops_leave_nothing() -> None:
     facts = run_stand_in(
         """
@@ -308,23 +289,6 @@ def test_200_starts_and_stops_leave_nothing() -> None:
     assert facts["codes"] == [-15]
     assert after["rss"] - before["rss"] < 500
     assert {**after, "rss": 0} == {**before, "rss": 0}
-
-
-def test_start_from_a_test_process_works_too(tmp_path: Path) -> None:
-    """The one case inside pytest: no subreaper, no prepared process, and yet a right start and end."""
-    inherited = Inherited(umask=0o22, core_limit=(0, 0), subreaper=False)
-    worker = start_worker(
-        argv=["sh", "-c", "echo hello; exit 4"],
-        env=dict(os.environ),
-        cwd=str(tmp_path),
-        inherited=inherited,
-        clock=SystemClock(),
-    )
-    until(worker.poll, what="the worker's end")
-    assert os.read(worker.stdout_fd, 100) == b"hello\n"
-    status = worker.release()
-    assert status is not None
-    assert status.exitcode == 4
 
 
 _HEARS = """

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.rigs.agent_stand_in import StandIn, run_stand_in
+from tests.rigs.agent_stand_in import run_stand_in
 
 
 def test_workers_that_end_on_term_are_gone_at_once() -> None:
@@ -133,58 +130,6 @@ def test_helpers_are_left_alone() -> None:
     assert facts == {"alive": [True] * 3, "worker": False, "left": 0, "codes": [-9, -9]}
 
 
-def test_neighbours_are_not_touched() -> None:
-    neighbour = subprocess.Popen(
-        [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
-        start_new_session=True,
-        env={"HPC_ELASTIC_TAG": "x"},
-    )
-    try:
-        with StandIn(
-            """
-            worker = start(DAEMON)
-            read_line(worker.stdout_fd)
-            stop_now([worker], clock=clock)
-            report()
-            """
-        ) as agent:
-            agent.report()
-        assert neighbour.poll() is None
-    finally:
-        neighbour.kill()
-        assert neighbour.wait() == -signal.SIGKILL
-
-
-def test_fork_bomb_within_limits_is_ended() -> None:
-    facts = run_stand_in(
-        """
-        worker = start('''
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print("ready", flush=True)
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline:
-                if os.fork() == 0:
-                    os.setsid()
-                    time.sleep(0.05)
-                    if os.fork():
-                        time.sleep(0.05)
-                        os._exit(0)
-                    os.setsid()
-                    time.sleep(30)
-                    os._exit(0)
-                time.sleep(0.01)
-        ''')
-        read_line(worker.stdout_fd)
-        until(lambda: len(tree.descendants(os.getpid())) > 15)
-        result = stop_now([worker], clock=clock)
-        report(left=len(result.left), children=tree.children(os.getpid()), killed=result.killed)
-        """
-    )
-    assert facts["left"] == 0
-    assert facts["children"] == []
-    assert facts["killed"] > 10
-
-
 def test_one_that_sigkill_does_not_end_is_reported_and_left() -> None:
     """No test can make a real D state; here SIGKILL doesn't reach one of two workers."""
     facts = run_stand_in(
@@ -229,11 +174,6 @@ def test_a_kill_cuts_the_grace_short() -> None:
         """
     )
     assert facts["seconds"] < 30, "the grace is 300 s"
-
-
-def test_group_of_nobody() -> None:
-    facts = run_stand_in("report(left=len(stop_now([], clock=clock).left))")
-    assert facts == {"left": 0}
 
 
 RUNTIME = """

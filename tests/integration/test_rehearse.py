@@ -100,8 +100,8 @@ while state["step"] < STEPS:
         hpc_elastic.heartbeat(state["step"], loss=loss)
     elif state["step"] % 10 == 0:
         print(f"step {state['step']} loss={loss}", flush=True)
-    is_due = FLAW not in ("notice", "each") and hpc_elastic.should_checkpoint(state["step"])
-    if is_due or state["step"] % (1 if FLAW == "each" else EVERY) == 0:
+    is_due = FLAW != "notice" and hpc_elastic.should_checkpoint(state["step"])
+    if is_due or state["step"] % EVERY == 0:
         save(state)
     if is_due:
         sys.exit(0)
@@ -180,13 +180,6 @@ def test_a_notice_that_is_not_used_is_a_remark_where_steps_were_lost(tmp_path: P
     (one,) = found["faults"]
     assert not one["used_notice"] or one["done_again"] == 0, "a checkpoint was complete just then"
     assert bool(found["remarks"]) == (one["done_again"] > 0)
-
-
-@pytest.mark.slow
-def test_a_script_that_saves_after_each_step_needs_no_notice(tmp_path: Path) -> None:
-    code, found = rehearse_training(tmp_path, "each", "notice", steps=100)
-    assert (code, found["guilty"]) == (0, [])
-    assert [one["fault"] for one in found["faults"]] == ["notice"]
 
 
 def test_of_a_script_that_prints_each_tenth_step_all_steps_are_counted(tmp_path: Path) -> None:

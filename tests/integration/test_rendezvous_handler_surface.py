@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import files
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rendezvous import handler, handler_config, state
+from hpc_elastic.rendezvous import handler, handler_config
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler, Membership
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
 from hpc_elastic.rendezvous.membership import RecordLog
@@ -282,22 +282,6 @@ def test_a_filesystem_that_always_fails_ends_each_call_in_time(
     assert node.shutdown() is True, "it takes part in nothing"
 
 
-def test_every_error_pickles_and_is_one_of_the_three() -> None:
-    facts = {
-        "message": "m", "run_id": "r", "outcome": "o", "reason": "why", "missing_count": 1, "expected": 2,
-        "timeout": 3.0, "missing": "n3", "fewer": 1, "path": "/p", "why": "w", "key": "k", "version": 0, "number": 4,
-        "places": 2,
-    }  # fmt: skip
-    kinds = [kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, RendezvousError)]
-    assert len(kinds) >= 6
-    for kind in kinds:
-        copy = pickle.loads(pickle.dumps(kind(**facts)))
-        assert (type(copy), str(copy), copy.facts) == (kind, str(kind(**facts)), facts)
-    assert issubclass(RendezvousClosedError, RendezvousError)
-    assert issubclass(RendezvousTimeoutError, RendezvousError)
-    assert not issubclass(RendezvousTimeoutError, RendezvousClosedError)
-
-
 def test_a_real_timeout_pickles_and_names_who_did_not_come_again(rig: HandlerRig) -> None:
     nodes = [rig.make(3) for _ in range(3)]
     rig.meet(*nodes)
@@ -307,6 +291,7 @@ def test_a_real_timeout_pickles_and_names_who_did_not_come_again(rig: HandlerRig
     until(nodes[0].round_is_over)
     with pytest.raises(RendezvousTimeoutError) as caught:
         nodes[0].next_rendezvous()
+    assert not isinstance(caught.value, RendezvousClosedError)
     text = str(pickle.loads(pickle.dumps(caught.value)))
     assert "2 of 3 nodes" in text
     assert "here: host0" in text
@@ -322,26 +307,6 @@ def test_the_same_id_under_another_prefix_is_another_run(rig: HandlerRig) -> Non
     one.set_closed()
     assert one.is_closed()
     assert not other.is_closed()
-
-
-def test_writers_of_different_keys_lose_nothing(rig: HandlerRig) -> None:
-    nodes = [rig.make() for _ in range(4)]
-
-    def write(index: int) -> None:
-        for number in range(5):
-            nodes[index].store_extra_data(0, f"{index}-{number}", {"n": [index, number]})
-        nodes[index].store_extra_data(0, "shared", index)
-
-    for future in [rig.pool.submit(write, index) for index in range(4)]:
-        future.result(30)
-    for index in range(4):
-        for number in range(5):
-            assert nodes[3 - index].load_extra_data(0, f"{index}-{number}", timeout=0) == {"n": [index, number]}
-    assert nodes[0].load_extra_data(0, "shared", timeout=0) in range(4)
-    nodes[2].store_extra_data(0, "shared", "last")
-    assert nodes[1].load_extra_data(0, "shared", timeout=0) == "last"
-    with pytest.raises(RendezvousTimeoutError):
-        nodes[0].load_extra_data(1, "shared", timeout=0)
 
 
 # -- docs
