@@ -166,17 +166,13 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--nodes", "4-2", "train.py"], "--nodes 4-2: the minimum is above the maximum; write --nodes 2-4"),
-        (["absent.py"], "the script absent.py does not exist"),
         (["/usr/bin/python3.11", "train.py"], "leave /usr/bin/python3.11 out: hpc-elastic starts"),
         (["--dry-run", "job.sbatch"], "is run by Python; hpc-elastic convert job.sbatch prints the command"),
-        (["--dry-run", "--output=logs/%j/x.out", "train.py"], "Slurm makes no folders; write %j into the file's name"),
         (["-t", "0:3", "train.py"], "torchrun's -t is --tee 0:3"),
         (["--job-name=two\nlines", "train.py"], "--job-name 'two\\nlines': a line break"),
         (["--nodes=5", "train.py"], "partition main has 4 nodes; the job would never start"),
         (["--nodes=5-9", "-p", "short", "train.py"], "partition short has 4 nodes"),
         (["--nodes=4", "--exclude=n1", "train.py"], "partition main has 4 nodes, 1 of them excluded"),
-        (["--chdir=absent", "train.py"], "--chdir absent: no such folder"),
     ],
 )
 def test_wrong_usage_is_one_line_and_leaves_nothing(site: Site, argv: list[str], says: str) -> None:

@@ -129,19 +129,11 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--nodes", "many"), "--nodes many"),
-        (("--tee", "3"), "--tee belongs to hpc-elastic submit"),
-        (("train.py",), "doctor takes no script; leave out train.py"),
-    ],
-)
-def test_what_it_does_not_take_is_misuse(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    asked = doctor(tmp_path, *arguments)
+def test_what_it_does_not_take_is_misuse(tmp_path: Path) -> None:
+    asked = doctor(tmp_path, "--tee", "3")
     _, notes = asked.communicate(timeout=60)
     assert (asked.returncode, len(notes.splitlines())) == (2, 1)
-    assert said in notes
+    assert "--tee belongs to hpc-elastic submit" in notes
 
 
 def test_a_run_of_nodes_that_a_file_asks_for_is_not_examined(tmp_path: Path) -> None:
