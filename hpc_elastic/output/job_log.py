@@ -26,8 +26,6 @@ _RESERVE = 16 << 10
 
 
 class JobLogSource:
-    __slots__ = ("dropped", "pending", "prefix", "unsaid")
-
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix.encode("utf-8", "surrogateescape")
         self.pending = 0
@@ -180,8 +178,6 @@ _MOST_STREAMS = 100
 
 
 class StreamAccount:
-    __slots__ = ("has_ended", "lost", "path", "rank", "reported", "source", "stream")
-
     def __init__(self, *, rank: int, stream: str, path: Path, source: JobLogSource | None) -> None:
         self.rank = rank
         self.stream = stream

@@ -62,8 +62,6 @@ MOST_RECENT = 1024
 class RecentTimes:
     """The end of one stream, where failures are, to 10 ms, in memory. Two threads may use it."""
 
-    __slots__ = ("_marks",)
-
     def __init__(self) -> None:
         self._marks: list[tuple[int, int]] = []
 
@@ -163,8 +161,6 @@ class TimesFile:
 
 
 class StreamTimes:
-    __slots__ = ("_at_us", "_file", "_number", "_place", "_rank")
-
     def __init__(self, file: TimesFile, rank: int, number: int) -> None:
         self._file = file
         self._rank = rank
@@ -193,12 +189,6 @@ _KEPT_BYTES = 16 << 10
 
 class LogFile:
     """One output file. Its methods are for the writer's thread; `pending` and `skipped` are the queue's."""
-
-    __slots__ = (
-        "_at", "_fd", "_limit", "_makes_empty", "_on_end", "_pieces", "_recent", "_retry_at", "_rotate_at", "_times",
-        "_total", "_unsaid",
-        "failure", "on_loss", "path", "pending", "skipped", "unwritten", "written",
-    )  # fmt: skip
 
     def __init__(
         self,

@@ -245,8 +245,6 @@ class Reader(Protocol[T_co]):
 
 
 class _Followed(Generic[T]):
-    __slots__ = ("begun_at", "due", "interval", "reader")
-
     def __init__(self, reader: Reader[T]) -> None:
         self.reader = reader
         self.interval = 0.0

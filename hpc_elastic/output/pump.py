@@ -102,11 +102,6 @@ class _Duplicate:
 
 
 class _Stream:
-    __slots__ = (
-        "account", "duplicate", "fd", "file", "flood", "held", "partial_since", "pid", "shown_again_at", "source",
-        "splitter",
-    )  # fmt: skip
-
     def __init__(
         self, fd: int, file: LogFile, account: StreamAccount, duplicate: _Duplicate | None, pid: int | None
     ) -> None:

@@ -118,8 +118,6 @@ _BYTES = 32 << 10
 class Screen:
     """Rows that are drawn and drawn over. At most 32 KiB and one `feed` more."""
 
-    __slots__ = ("_at", "_is_home", "_rows", "_shown", "has_moved")
-
     def __init__(self) -> None:
         self._rows = [b""]
         self._shown: list[bytes | None] = [None]
@@ -223,8 +221,6 @@ _SCREENFUL = 64 << 10
 
 class LineSplitter:
     """One stream's lines: whole ones come out, the beginning of the next one waits. At most 48 KiB."""
-
-    __slots__ = ("_is_drawn", "_is_shown", "_screen", "_tail")
 
     def __init__(self) -> None:
         self._tail = b""

@@ -91,8 +91,6 @@ def exit_status_now(exitcode: int, clock: Clock, *, core_dumped: bool = False, l
 class WorkerProcess:
     """`pidfd` is readable once it has ended; None on an old kernel: go by SIGCHLD then."""
 
-    __slots__ = ("_clock", "exit_status", "is_released", "pid", "pidfd", "stderr_fd", "stdout_fd")
-
     def __init__(self, *, pid: int, pidfd: int | None, stdout_fd: int, stderr_fd: int, clock: Clock) -> None:
         self.pid = pid
         self.pidfd = pidfd
