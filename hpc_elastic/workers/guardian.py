@@ -127,7 +127,8 @@ def _be_guardian(
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.setsid()
         os.chdir("/")
-        linux.set_name(GUARDIAN_NAME)
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
+            name.write(GUARDIAN_NAME)
         # Nothing of the agent's may stay open: srun waits for the end of file on stdout and stderr.
         high = os.dup(read_end) if read_end < 3 else read_end
         null = os.open("/dev/null", os.O_RDWR)

@@ -24,7 +24,6 @@ from hpc_elastic.base.host_facts import kernel_fields, kernel_text, unescape_mou
 from hpc_elastic.base.loop import Waker
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _SYS_PIDFD_SEND_SIGNAL = 424
@@ -37,8 +36,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _prctl = _libc.prctl
 _prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
 _prctl.restype = ctypes.c_int
-_prctl_name = _libc["prctl"]
-_prctl_name.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
@@ -64,10 +61,6 @@ def is_child_subreaper() -> bool:
 def set_parent_death_signal(signal_number: int) -> None:
     """Get `signal_number` when the *thread* that forked this process ends. Survives exec, not a fork."""
     _check(_prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0))
-
-
-def set_name(name: str) -> None:
-    _check(_prctl_name(_PR_SET_NAME, name.encode()[:15], 0, 0, 0))
 
 
 def pidfd_open(pid: int) -> int | None:
