@@ -425,7 +425,7 @@ def listen_for(address: str) -> tuple[socket.socket, str]:
 def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            socket.inet_pton(family, address.partition("%")[0])
+            socket.inet_pton(family, address)
         except OSError:
             continue
         return family, address, address
@@ -446,11 +446,7 @@ def _bound(family: socket.AddressFamily, address: str, port: int | None, *, shar
             # The former round's connections linger on the same port for a minute. Linux still refuses it while
             # anybody listens there.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        host, _, scope = address.partition("%")
-        if scope and family is socket.AF_INET6:
-            listener.bind((host, port or 0, 0, socket.if_nametoindex(scope)))
-        else:
-            listener.bind((address, port or 0))
+        listener.bind((address, port or 0))
     except BaseException:
         listener.close()
         raise
