@@ -50,7 +50,6 @@ from hpc_elastic.slurm.commands import (
     SlurmError,
     SlurmMissingError,
     SlurmUnavailableError,
-    is_limit,
     step_gpu_flags,
 )
 from hpc_elastic.slurm.job_environment import JobEnvironment, compress
@@ -314,7 +313,7 @@ class SlurmSite(Site):
                 return Arming(RequeueWay.REQUEUE, f"{arming.reason}; it was set for this job")
             if arming.way is RequeueWay.CHAIN:
                 why = self._client.would_run(str(self._script), extra=self._placement)
-                if why is not None and is_limit(why):
+                if why is not None and "violates accounting/QOS policy" in why:
                     # Slurm took this very script: what is over its limit now is the number of jobs, which changes.
                     reason = (
                         f"{arming.reason}; a job more would be refused now, so it is tried at this one's end: {why}"

@@ -213,8 +213,6 @@ class SlurmClient(Struct, eq=False):
 
     def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
         """Jobs of one cluster that Slurm still knows, ended ones included, in one cheap call."""
-        if not jobs:
-            return ()
         try:
             return self._placed(parse_squeue(self._run("looking up jobs", commands.squeue(jobs)).stdout), jobs[0])
         except UnknownJobError:
@@ -222,8 +220,6 @@ class SlurmClient(Struct, eq=False):
 
     def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
         """Jobs that the accounting knows, with state and exit code alone; empty: no accounting."""
-        if not jobs:
-            return ()
         try:
             return parse_sacct(self._run("looking up ended jobs", commands.sacct(jobs)).stdout)
         except (SlurmUnavailableError, SlurmMissingError):

@@ -307,11 +307,6 @@ def classify(text: str) -> type[SlurmError]:
     return next((error for error, pattern in _PATTERNS if pattern.search(text)), SlurmError)
 
 
-def is_limit(why: str) -> bool:
-    """Return whether a refusal is for a limit of the account or the QOS: a job's size, its time, the number of jobs."""
-    return "violates accounting/QOS policy" in why
-
-
 def one_line(text: str) -> str:
     """A command's messages on one line, without ``sbatch: error:`` before each, at most 500 characters."""
     lines = [_PREFIX.sub("", line.strip()) for line in text.splitlines()]
