@@ -45,13 +45,6 @@ def available_memory() -> int | None:
         return None
 
 
-def total_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-
-
 def overcommits_memory() -> bool:
     """Check whether the kernel grants a process more memory than is free; it then kills one where memory runs out."""
     try:

@@ -15,7 +15,7 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import size_of
 from hpc_elastic.base.text import ranges, ranks_text, time_text
 from hpc_elastic.cli.follow import follow_to_end
-from hpc_elastic.cli.main import BOLD, DIM, RED, is_terminal, painted, print_note, rank_colour, wants_colour
+from hpc_elastic.cli.main import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.cli.run_argument import (
     LAST_HELP,
     NUMBER,
@@ -46,6 +46,7 @@ LINES = 40
 _FOLLOWED_LINES = 10
 _ALL = "all"
 _TIME_WIDTH = 23
+_RANK_COLOURS = ("36", "35", "33", "34", "32", "96", "95", "94")
 # Mode → the options that mean nothing in it.
 _UNLIKE = {
     "around_failure": ("tail", "follow", "round"),
@@ -106,7 +107,8 @@ class LogPrinter(Struct):
         if self.times:
             before = f"{time_text(time_us * 1000, fine=True) if time_us is not None else '-':<{_TIME_WIDTH}} "
         if self.prefix:
-            before += painted(f"[rank {rank}]", rank_colour(rank) if self.colours else "") + " "
+            colour = _RANK_COLOURS[rank % len(_RANK_COLOURS)] if self.colours else ""
+            before += painted(f"[rank {rank}]", colour) + " "
         self.out.write(with_prefix(data, before.encode()))
 
     def note(self, text: str, colour: str = DIM) -> None:

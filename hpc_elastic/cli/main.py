@@ -231,7 +231,6 @@ def _help() -> str:
 
 
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
-_RANK_COLOURS = ("36", "35", "33", "34", "32", "96", "95", "94")
 
 
 def wants_colour(stream: TextIO, env: Mapping[str, str]) -> bool:
@@ -258,10 +257,6 @@ def width_for(stream: TextIO) -> int:
 
 def painted(text: str, colour: str) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m" if colour else text
-
-
-def rank_colour(rank: int) -> str:
-    return _RANK_COLOURS[rank % len(_RANK_COLOURS)]
 
 
 def print_note(text: str) -> None:

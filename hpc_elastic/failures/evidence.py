@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.host_facts import overcommits_memory, total_memory
+from hpc_elastic.base.host_facts import overcommits_memory
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import FROM_ITSELF, FROM_SLURM, classify, signal_name, signal_of
 from hpc_elastic.failures.error_file import OWN_KEY, ErrorFile, error_data, read_error_file, write_error_data
@@ -324,7 +324,7 @@ def _build(
         facts,
         chain=chain,
         message=found.message if found else message,
-        node_bytes=total_memory() or 0,
+        node_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         stderr_tail=stderr_tail,
         printed_tail=printed_tail,
         is_said=found is not None and not chain,

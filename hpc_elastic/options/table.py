@@ -174,10 +174,6 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     return next(iter(get_close_matches(plain, known, n=1, cutoff=0.66)), None)
 
 
-def remark_on(name: str) -> str:
-    return MEANT.get(name.replace("_", "-").lower(), ("", ""))[1]
-
-
 VARIABLE_PREFIX = "HPC_ELASTIC_"
 _YES, _NO = frozenset(("1", "true", "yes", "on")), frozenset(("0", "false", "no", "off"))
 _KINDS = {bool: "a boolean", list: "an array", tuple: "an array", dict: "a table"}
@@ -412,7 +408,7 @@ def _unknown(
         return UsageError(
             f"unknown option {name}; script arguments go after the script, sbatch's other options in --sbatch-arg=--x=y"
         )
-    remark = remark_on(name[2:])
+    _, remark = MEANT.get(name[2:].replace("_", "-").lower(), ("", ""))
     return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")
 
 

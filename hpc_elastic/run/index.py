@@ -36,10 +36,7 @@ def account_folder(name: str, env: Mapping[str, str] | None = None) -> Path | No
             return None
         state = home + "/.local/state"
     if os.geteuid() == 0 and not _is_roots(Path(state)):
-        try:
-            state = pwd.getpwuid(0).pw_dir + "/.local/state"
-        except KeyError:
-            return None
+        state = pwd.getpwuid(0).pw_dir + "/.local/state"
     return Path(state) / "hpc_elastic" / name
 
 
