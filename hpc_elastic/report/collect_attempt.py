@@ -242,7 +242,10 @@ class AttemptBuilder(Struct):
         if after is not None and (after.frozen_reason or after.nodes):
             reason = after.frozen_reason or after.history.reason
             action = "restart" if reason.startswith("restart") else "continue"
-            part.decision = RestartRecord(action=action, reason=reason, restarts_used=after.restarts_used)
+            most = self.rounds[part.index].max_restarts
+            part.decision = RestartRecord(
+                action=action, reason=reason, restarts_used=after.restarts_used, max_restarts=most
+            )
         elif self.closed.reason:
             part.decision = RestartRecord(action="close", reason=self.closed.reason)
 

@@ -125,6 +125,7 @@ class RoundBuilder(Struct):
     explained: tuple[int, ...] = ()
     """Nodes whose failures in the round before follow from the loss of a member."""
     restarts_used: int | None = None
+    max_restarts: int | None = None
 
     def facts(self, attempt: int, rank: int) -> WorkerFailure:
         """A rank's facts by the events: for an error file that no agent completed."""
@@ -147,7 +148,7 @@ class RoundBuilder(Struct):
             self.nodes[node] = place
             times = self._times(node)
             times.final_ns = when if times.final_ns is None else times.final_ns
-            self.history.world_size = event.world_size
+            self.history.world_size, self.max_restarts = event.world_size, event.max_restarts
         elif type(event) is of_agent.WorkersStarted:
             times = self._times(node)
             times.started_ns = when if times.started_ns is None else times.started_ns

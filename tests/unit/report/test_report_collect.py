@@ -52,7 +52,7 @@ def test_a_whole_run(builder: RunBuilder) -> None:
     assert second.succeeded
     assert not second.broken
     assert first.decision is not None
-    assert (first.decision.action, first.decision.restarts_used) == ("restart", 1)
+    assert (first.decision.action, first.decision.restarts_used, first.decision.max_restarts) == ("restart", 1, 3)
     assert first.decision.reason == "restart 1 of 3 (2 left) after: ValueError: bad"
     assert first.stopping_reasons == ("a peer failed",)
 
