@@ -18,7 +18,7 @@ MOST = 25
 _ANYWAY = re.compile(
     r"\[hpc-elastic\] |={9}|-{9}|  run directory: |No failures|Ran from |Progress: | {6}hpc_elastic.heartbeat"
     r"|\[node\d\] the fork server is ready"
-    r"|.* SUCCEEDED \(exit|\[node0\] (?:round opened \(round 0\)|round 0: role|closed \()"
+    r"|.* SUCCEEDED \(exit|\[node\d\] (?:round opened \(round 0\)|round 0: role|closed \()"
     r"|\[node\d:\d+\] (?:rank \d+ (?:of|begins|ends)|step \d+ at|final: )"
 )
 """Lines that are there without a failure, or that the script prints."""
