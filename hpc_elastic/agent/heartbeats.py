@@ -110,15 +110,18 @@ def _is_local(base: Path, mounts: str) -> bool:
 
 
 def make_folder(path: Path) -> HeartbeatFolder:
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        check_private_dir(path)
-        _remove(path)
-        os.mkdir(path, 0o700)
-    fd = os.open(path / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return HeartbeatFolder(path, fd)
+    while True:
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            check_private_dir(path)
+            _remove(path)
+            os.mkdir(path, 0o700)
+        fd = os.open(path / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return HeartbeatFolder(path, fd)
+        os.close(fd)  # another agent's `sweep` had the lock first, and took the folder for a dead agent's
 
 
 def sweep(base: Path, prefix: str) -> None:

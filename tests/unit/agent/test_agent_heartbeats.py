@@ -24,7 +24,9 @@ from hpc_elastic.agent.heartbeats import (
     RoundBeats,
     StepPace,
     is_seen_by,
+    make_folder,
     open_folder,
+    sweep,
 )
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.loop import FileExecutor
@@ -120,6 +122,21 @@ def test_no_place_for_it_is_no_end_of_the_run(tmp_path: Path, clock: FakeClock) 
     assert watch.environment(0) == {VARIABLE: ""}
     clock.now += 100
     assert watch.look([0]) is None, "who can't be heard is not judged"
+
+
+def test_a_folder_that_another_agent_takes_for_a_dead_ones_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, looks = fcntl.lockf, iter([lambda: sweep(tmp_path, PREFIX)])
+
+    def lock_late(fd: int, how: int) -> None:
+        next(looks, lambda: None)()
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lock_late)
+    made = make_folder(tmp_path / f"{PREFIX}1")
+    assert made.make_file("0-0")[0]
+    assert next(looks, None) is None
 
 
 def test_what_dead_agents_left_goes_and_what_living_ones_have_stays(
