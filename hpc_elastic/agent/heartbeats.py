@@ -10,7 +10,6 @@ import fcntl
 import itertools
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,22 +46,23 @@ class HeartbeatFolder:
         self.path = path
         self._lock_fd = lock_fd
 
-    def make_file(self, name: str) -> tuple[str, int]:
+    def make_file(self, name: str) -> str:
         if self.path is None:
-            return "", -1
-        path, fd = self.path / name, -1
+            return ""
+        path = self.path / name
         try:
             path.unlink(missing_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            # Written, not only made longer: a worker that finds no page later would be killed by SIGBUS.
-            if os.write(fd, records.empty_file()) != records.FILE_BYTES:
-                raise OSError("no space left")
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                # Written, not only made longer: a worker that finds no page later would be killed by SIGBUS.
+                if os.write(fd, records.empty_file()) != records.FILE_BYTES:
+                    raise OSError("no space left")
+            finally:
+                os.close(fd)
         except OSError as error:
             logger.warning("no heartbeats of this worker: %s: %s", path, error)
-            if fd >= 0:
-                os.close(fd)
-            return "", -1
-        return str(path), fd
+            return ""
+        return str(path)
 
     def make_pipe(self, name: str, use: str) -> tuple[str, int]:
         if self.path is None:
@@ -248,27 +248,19 @@ class RoundBeats:
     def __init__(self, folder: HeartbeatFolder, *, round_index: int, first_rank: int, count: int, now: float) -> None:
         self._folder = folder
         self._round = round_index
-        files = [folder.make_file(f"{round_index}-{local_rank}") for local_rank in range(count)]
-        self.paths = [path for path, _ in files]
-        self._fds = [fd for _, fd in files]
-        """Open for the round: a lease is written into each every second."""
-        self._lock = threading.Lock()
-        """Held while another thread writes: no descriptor that it uses is closed, and gets another file's number."""
+        self.paths = [folder.make_file(f"{round_index}-{local_rank}") for local_rank in range(count)]
         self._last_look = now
         self.beats = [RankBeat(rank=first_rank + n, local_rank=n, section=SETUP, at=now) for n in range(count)]
 
     def begin_again(self, local_rank: int, now: float) -> None:
         """Another process comes in this one's place, and has sent nothing yet. A new file: the old one is mapped."""
-        path, fd = self._folder.make_file(f"{self._round}-{local_rank}")
-        with self._lock:
-            self._close(local_rank)
-            self.paths[local_rank], self._fds[local_rank] = path, fd
+        self.paths[local_rank] = self._folder.make_file(f"{self._round}-{local_rank}")
         rank = self.beats[local_rank].rank
         self.beats[local_rank] = RankBeat(rank=rank, local_rank=local_rank, section=SETUP, at=now)
 
     def read(self, now: float) -> list[RankBeat]:
-        for local_rank, fd in enumerate(self._fds):
-            self.beats[local_rank] = self._read(self.beats[local_rank], fd, now)
+        for local_rank, path in enumerate(self.paths):
+            self.beats[local_rank] = self._read(self.beats[local_rank], path, now)
         self._last_look = now
         return list(self.beats)
 
@@ -280,36 +272,37 @@ class RoundBeats:
         self._write(*records.pack_lease(until_ns, looked_ns))
 
     def _write(self, offset: int, raw: bytes) -> None:
-        with self._lock:
-            for fd in self._fds:
-                try:
-                    if fd >= 0:
-                        os.pwrite(fd, raw, offset)
-                except OSError as error:
-                    logger.warning("a worker's page can't be written: %s", error)
+        for path in self.paths:
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                os.pwrite(fd, raw, offset)
+            except OSError as error:
+                logger.warning("a worker's page can't be written: %s", error)
+            finally:
+                os.close(fd)
 
     def renew(self, now: float) -> None:
         self.beats = [replace(beat, at=now) for beat in self.beats]
         self._last_look = now
 
     def remove(self) -> None:
-        with self._lock:
-            for local_rank, path in enumerate(self.paths):
-                self._close(local_rank)
+        for path in self.paths:
+            if path:
                 try:
                     os.unlink(path)
                 except OSError:
                     pass
 
-    def _close(self, local_rank: int) -> None:
-        if self._fds[local_rank] >= 0:
-            os.close(self._fds[local_rank])
-            self._fds[local_rank] = -1
-
-    def _read(self, before: RankBeat, fd: int, now: float) -> RankBeat:
+    def _read(self, before: RankBeat, path: str, now: float) -> RankBeat:
+        if not path:
+            return before
         try:
-            raw = os.pread(fd, records.FILE_BYTES, 0)
-        except OSError:  # there is none, or it is none any more
+            with open(path, "rb", buffering=0) as file:
+                raw = file.read(records.FILE_BYTES)
+        except OSError:
             return before
         record, collectives = records.read_record(raw), records.COLLECTIVES.read(raw)
         if record is not None and (record.count, record.pid) != (before.count, before.pid):

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import stat
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +32,7 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.progress import ProgressSource
-from hpc_elastic.worker_api.records import COLLECTIVES, FILE_BYTES, LEASE, LOSS, TOTAL, VARIABLE
+from hpc_elastic.worker_api.records import COLLECTIVES, FILE_BYTES, LOSS, TOTAL, VARIABLE
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.heartbeat_page import write_record
 
@@ -233,20 +232,6 @@ def test_a_round_begins_in_setup_and_has_files_of_its_own(folder: HeartbeatFolde
     assert folder.path is not None
     assert list(folder.path.iterdir()) == []
     assert again.read(72.0)[0].section == "setup", "a file that is gone says nothing"
-
-
-def test_a_lease_is_written_into_the_pages_of_the_workers_that_run(folder: HeartbeatFolder) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    beats = RoundBeats(folder, round_index=0, first_rank=0, count=2, now=50.0)
-    with open(beats.paths[0], "rb") as page_before:
-        beats.begin_again(0, 51.0)
-        beats.write_lease(7, 3)
-        assert struct.unpack_from("=qq", page_before.read(), LEASE * 8) == (0, 0)
-    pages = [Path(path).read_bytes() for path in beats.paths]
-    assert [struct.unpack_from("=qq", page, LEASE * 8) for page in pages] == [(7, 3)] * 2
-    beats.remove()
-    beats.write_lease(8, 3)
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_when_a_worker_spoke(folder: HeartbeatFolder) -> None:
