@@ -100,7 +100,6 @@ TIERS = (
         budget=1200,
         packages=(*_MOUNTS, *_CONTAINERS, *_SLURM),
         processes=4,
-        sharing=("--dist=worksteal",),
     ),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=200, processes=2),
     Tier(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import islice
 
 import pytest
 
@@ -61,19 +60,8 @@ def shown_output(request: pytest.FixtureRequest) -> ShownOutput:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest first; of the integration tests, in the share that pytest-xdist gives each process at first."""
-
     def place(item: pytest.Item) -> int:
         found = (number for number, name in enumerate(LONGEST) if item.nodeid.startswith(f"tests/{name}"))
         return next(found, len(LONGEST))
 
     items.sort(key=place)
-    is_dealt = any(item.nodeid.startswith("tests/integration") for item in items)
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) if is_dealt else 1
-    longest = [item for item in items if place(item) < len(LONGEST)]
-    others = iter(items[len(longest) :])
-    dealt = []
-    for number in range(count):
-        mine = [item for item in longest if place(item) % count == number]
-        dealt += [*mine, *islice(others, max(0, len(items) // count - len(mine)))]
-    items[:] = [*dealt, *others]

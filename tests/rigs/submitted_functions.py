@@ -111,6 +111,7 @@ def is_done_under_a_notice(place: Path) -> int:
     import hpc_elastic
 
     (place / f"begun-{os.environ['RANK']}-{os.environ['HPC_ELASTIC_ATTEMPT']}").touch()
+    assert os.environ["HPC_ELASTIC_ATTEMPT"] == "0", "no second notice would come"
     while not notice_is_there():
         assert not hpc_elastic.should_checkpoint(3)
         time.sleep(0.01)
