@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.collective_watch import (
+from hpc_elastic.agent.flight_recorders import DUMP_SECONDS, open_call
+from hpc_elastic.agent.health import GpuFacts
+from hpc_elastic.agent.health_checks import HealthChecks
+from hpc_elastic.agent.heartbeat_watch import PAUSED_SECONDS, Hang
+from hpc_elastic.agent.nccl_watch import (
     ADDRESS_VARIABLE,
-    DUMP_SECONDS,
     ENABLE_VARIABLE,
     NcclWatch,
     StallFound,
     choose_address,
     limit_without_progress,
-    open_call,
 )
-from hpc_elastic.agent.health import GpuFacts
-from hpc_elastic.agent.health_checks import HealthChecks
-from hpc_elastic.agent.heartbeat_watch import PAUSED_SECONDS, Hang
 from hpc_elastic.agent.part import Condemned, Part, save_if_possible
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec

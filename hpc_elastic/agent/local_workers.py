@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent import hang_stop
-from hpc_elastic.agent.collective_watch import DUMP_SECONDS, FlightRecorders
+from hpc_elastic.agent.flight_recorders import DUMP_SECONDS, FlightRecorders
 from hpc_elastic.agent.hang_stop import DelayedStop, Stopper, WorkerSlot
 from hpc_elastic.agent.part import Condemned, GroupSite
 from hpc_elastic.agent.worker_environment import enter_container, exit_of_script

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -96,7 +95,6 @@ def agent_main(argv: Sequence[str]) -> int:
     try:
         site = _make_site(me, secret, folder, output, clock=clock, files=files)
         parts = make_parts(site)
-        gc.enable()  # see `console_main`; what came before the guardian it never looks at
     except UsageError as refused:
         output.events.write(StartRefused(reason=str(refused)))
         output.events.close(within=CLOSE_LOGS_SECONDS)

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.agent import hang_stop
-from hpc_elastic.agent.collective_watch import FlightRecorders
+from hpc_elastic.agent.flight_recorders import FlightRecorders
 from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, WorkerSlot
 from hpc_elastic.agent.part import GroupSite
 from hpc_elastic.base.clock import Clock, uptime_ns

@@ -12,6 +12,7 @@ from hpc_elastic.base import files
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SHORT = 2000
+"""Characters up to which a text is first checked whether there is anything to clean."""
 _ASCII_CONTROL = bytes({*range(0x20), 0x7F} - set(b"\t\n"))
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
 _DECEPTIVE = re.compile(f"[{files.DECEPTIVE}]")

@@ -116,6 +116,7 @@ def _dispatch(argv: list[str]) -> int:
         _import_msgspec()
         from hpc_elastic.agent.main import agent_main
 
+        _enable_collector()
         return agent_main(rest)
     for called in (name, *(f"{name} {word.partition('=')[0]}" for word in rest)):
         if called in _REMOVED:
@@ -137,7 +138,7 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
 
     _import_msgspec()
     module = import_module(f"hpc_elastic.cli.{module_name}")
-    _collect_garbage()
+    _enable_collector()
     if main_of := of_subcommand(module, "main", name):
         return int(main_of(argv))
     from hpc_elastic.options.table import read_arguments
@@ -159,7 +160,8 @@ def _import_msgspec() -> None:
         del sys.modules["typing_extensions"]
 
 
-def _collect_garbage() -> None:
+def _enable_collector() -> None:
+    """It never looks at what the imports have made."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -178,7 +180,7 @@ def _batch(argv: list[str]) -> int:
     from hpc_elastic.launch import batch
     from hpc_elastic.slurm.job_environment import without_run_variables
 
-    _collect_garbage()
+    _enable_collector()
     if len(argv) == 4 and argv[0] in ("--finish", "--finish-unconfirmed") and argv[1].isdecimal():
         confirmed = argv[0] == "--finish"
         return batch.finish_attempt(Path(argv[3]), int(argv[1]), os.environ, agent=argv[2], confirmed=confirmed)

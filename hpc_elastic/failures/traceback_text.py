@@ -67,7 +67,7 @@ def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | 
     What Python printed and went on after (a ``__del__``, atexit, another thread) is taken only where nothing else is.
     """
     text = text if cleaned else clean_text(text)
-    if not _may_hold_one(text) and "Error: " not in text:
+    if not _may_hold_traceback(text) and "Error: " not in text:
         return None
     lines, prefixed = _split(text)
     blocks = _blocks(lines, prefixed)
@@ -80,7 +80,7 @@ def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | 
 
 def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
     """Find those that may have ended a process; `threads`: those of threads and tasks, which end nothing, instead."""
-    if not _may_hold_one(text):
+    if not _may_hold_traceback(text):
         return []
     lines, prefixed = _split(text)
     blocks = _blocks(lines, prefixed)
@@ -89,8 +89,8 @@ def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
     return [_from_block(lines, prefixed, blocks, at) for at in last if blocks[at].rank is wanted]
 
 
-def _may_hold_one(text: str) -> bool:
-    """A look that costs nothing: lines of megabytes are copied when a text is split."""
+def _may_hold_traceback(text: str) -> bool:
+    # A search costs little; to split the text copies lines of megabytes.
     return "(most recent call last)" in text
 
 

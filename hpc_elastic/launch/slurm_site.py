@@ -313,7 +313,7 @@ class SlurmSite(Site):
                 return Arming(RequeueWay.REQUEUE, f"{arming.reason}; it was set for this job")
             if arming.way is RequeueWay.CHAIN:
                 why = self._client.would_run(str(self._script), extra=self._placement)
-                if why is not None and "violates accounting/QOS policy" in why:
+                if why is not None and "violates accounting/QOS policy" in why:  # a limit of the account or the QOS
                     # Slurm took this very script: what is over its limit now is the number of jobs, which changes.
                     reason = (
                         f"{arming.reason}; a job more would be refused now, so it is tried at this one's end: {why}"

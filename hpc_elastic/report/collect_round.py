@@ -66,9 +66,8 @@ class EventCoverage(Struct):
             if number is not None and number > self._next >= 0 and node is not None:
                 self.missing[node] = self.missing.get(node, 0) + number - self._next
         self._next = -1 if number is None else number + 1
-        kind = type(event)
         # `isinstance` takes five times as long where it says no. What each node writes in each round stands first.
-        if kind is of_agent.WorkersStarted or kind is of_agent.WorkersStopping:
+        if type(event) is of_agent.WorkersStarted or type(event) is of_agent.WorkersStopping:
             return
         if type(event) is of_agent.RoundFinal:
             self._close(is_complete=True)
@@ -80,9 +79,9 @@ class EventCoverage(Struct):
         elif event is None:
             if line.name in EVENTS:
                 self.miss()
-        elif kind is of_agent.AgentEnded:
+        elif type(event) is of_agent.AgentEnded:
             self._close(is_complete=True)
-        elif kind is of_agent.AgentStarted and node is not None:
+        elif type(event) is of_agent.AgentStarted and node is not None:
             self.heard.add(node)
 
     def unsure(self, index: int) -> Set[int]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent import collective_watch
-from hpc_elastic.agent.collective_watch import NotOursError, ask_ras, choose_address, nccl_version, parse_address
+from hpc_elastic.agent import nccl_watch
+from hpc_elastic.agent.nccl_watch import NotOursError, ask_ras, choose_address, nccl_version, parse_address
 from hpc_elastic.failures.peers import UnreadableReportError, parse_json, serving_socket
 from tests.rigs.fake_ras import FakeRas, Fault
 
@@ -21,9 +21,9 @@ JSON = (DATA / "json_2.29_missing.json").read_text()
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_watch, "_CONNECT_SECONDS", 0.5)
-    monkeypatch.setattr(collective_watch, "_ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(collective_watch, "_LONGEST_ANSWER", 4 << 20)
+    monkeypatch.setattr(nccl_watch, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(nccl_watch, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(nccl_watch, "_LONGEST_ANSWER", 4 << 20)
 
 
 def ask(server: FakeRas, why: str = "") -> str:

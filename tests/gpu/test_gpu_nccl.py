@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.collective_watch import ask_ras, nccl_version, parse_address
+from hpc_elastic.agent.nccl_watch import ask_ras, nccl_version, parse_address
 from hpc_elastic.failures.peers import Launches, parse_json
 from hpc_elastic.run.paths import ExitCode
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine

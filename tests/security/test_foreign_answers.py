@@ -20,8 +20,8 @@ with FakeRas(lambda: json.dumps({{"communicators": [{{"size": 2, "ranks": ranks}
 """
 _ASK = """
 import sys
-from hpc_elastic.agent.collective_watch import NotOursError
-from hpc_elastic.agent.collective_watch import NcclWatch
+from hpc_elastic.agent.nccl_watch import NotOursError
+from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.base.clock import SystemClock
 watch = NcclWatch(f"127.0.0.1:{sys.argv[1]}", run_uid="run", least=300.0, clock=SystemClock())
 try:
@@ -48,7 +48,7 @@ def test_another_user_is_no_ras_of_the_workers(attacker: User, victim: User) -> 
 _READ = """
 import os, sys
 from pathlib import Path
-from hpc_elastic.agent.collective_watch import FlightRecorders
+from hpc_elastic.agent.flight_recorders import FlightRecorders
 from hpc_elastic.base.clock import SystemClock
 os.makedirs("own", exist_ok=True)
 recorders = FlightRecorders(Path("own"), round_index=0, clock=SystemClock())

@@ -142,10 +142,9 @@ def test_the_command_takes_no_typing_extensions_for_msgspec() -> None:
     assert not loaded & {"typing_extensions", "inspect"}
 
 
-def test_the_collector_looks_at_no_module_and_then_at_all_that_comes() -> None:
-    assert "hpc_elastic.cli.config" in after(
-        COMMAND.format(["config"]) + "assert gc.isenabled() and gc.get_freeze_count() > 1000"
-    )
+@pytest.mark.parametrize("arguments", [["config"], ["agent", "--run-dir", "/nowhere", "--attempt", "0"]])
+def test_the_collector_looks_at_no_module_and_then_at_all_that_comes(arguments: list[str]) -> None:
+    assert after(COMMAND.format(arguments) + "assert gc.isenabled() and gc.get_freeze_count() > 1000")
 
 
 NOT_A_REPORTS = (

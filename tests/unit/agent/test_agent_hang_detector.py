@@ -15,10 +15,10 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent import hang_detector
-from hpc_elastic.agent.collective_watch import NcclWatch, limit_without_progress
 from hpc_elastic.agent.hang_detector import Counts, HangDetector, Stall, judge_run, next_stall, read_counts
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
 from hpc_elastic.agent.heartbeat_watch import Hang
+from hpc_elastic.agent.nccl_watch import NcclWatch, limit_without_progress
 from hpc_elastic.base import codec
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError

@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent import ending, local_workers, node_agent, rounds
-from hpc_elastic.agent.collective_watch import NcclWatch
 from hpc_elastic.agent.fork_server import ForkServer
 from hpc_elastic.agent.hang_detector import HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
+from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.part import Condemned, GroupSite, Part
 from hpc_elastic.agent.store_server import Guard, MasterPortTakenError, StoreServer, StoreState

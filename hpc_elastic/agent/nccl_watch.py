@@ -1,37 +1,27 @@
-"""The agent's view of its workers' collectives: torch's flight recorder, and NCCL's RAS.
+"""NCCL's RAS, which the agent of group rank 0 asks for all ranks: whether their collectives make progress.
 
-The recorders' files are in the folder of the heartbeats, on the node itself, the user's alone. NCCL's process group
-dumps on its timeout, and when a byte comes through its pipe; for gloo `hpc_elastic.worker_api.flight_recorder` does the
-same. A worker that is stopped, by a signal or by this agent, can dump nothing: the workers are asked before they are
-touched.
-
-RAS is asked once a minute, by the agent of group rank 0, for all. What counts is that nothing has changed for longer
-than `limit_without_progress` allows. RAS (2.28.7 and newer) is a text protocol at NCCL_RAS_ADDR, of which NCCL's own
-client is src/ras/client.cc. A server may be slow, another program's, run's or user's, or gone in the middle of its
-answer: each question takes bounded time and memory.
+It is asked once a minute. What counts is that nothing has changed for longer than `limit_without_progress` allows. RAS
+(2.28.7 and newer) is a text protocol at NCCL_RAS_ADDR, of which NCCL's own client is src/ras/client.cc. A server may be
+slow, another program's, run's or user's, or gone in the middle of its answer: each question takes bounded time and
+memory.
 """
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
 from hpc_elastic.agent.heartbeat_watch import Hang
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import Owner, open_checked, write_private
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.base.text import duration, plural
-from hpc_elastic.errors import HpcElasticError, UnsafePathError
-from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, read_dump, tail_of
+from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.peers import (
     Address,
     Communicator,
@@ -41,156 +31,10 @@ from hpc_elastic.failures.peers import (
     serving_socket,
     socket_inodes,
 )
-from hpc_elastic.run.progress import FlightTail, Source
-from hpc_elastic.worker_api.flight_recorder import ARRIVALS, ASK, DUMP, PING, PONG, VARIABLE, WHEN
+from hpc_elastic.run.progress import Source
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
 
 logger = logging.getLogger(__name__)
-
-DUMP_SECONDS = 1.5
-"""How long dumps are waited for: NCCL's thread looks at its pipe once a second."""
-_SETTLED_SECONDS = 0.1
-"""NCCL writes into the file itself: whole is what has not grown for so long."""
-_NCCL_DUMP, _NCCL_PIPE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-
-
-class FlightRecorders:
-    def __init__(self, folder: Path | None, *, round_index: int, clock: Clock) -> None:
-        self._prefix = f"{folder}/flight-{round_index}-" if folder is not None else ""
-        self._clock = clock
-        self._began_ns = clock.time_ns()
-        self._users: dict[int, str] = {}
-        self._awaited: list[str] = []
-        self._pinged: dict[str, float] = {}
-        self._nccl_asked: list[int] = []
-
-    def environment(self, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-        """A variable that is given already stays."""
-        if not self._prefix:
-            return {}
-        self.forget(rank)
-        if given.get(_NCCL_DUMP):
-            self._users[rank] = given[_NCCL_DUMP]
-        ours = {
-            "TORCH_FR_BUFFER_SIZE": "2000",
-            _NCCL_DUMP: f"{self._prefix}nccl-",
-            _NCCL_PIPE: f"{self._prefix}nccl-",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            # Its stacks need the GIL, which a thread that hangs may hold: the dump would hang, too.
-            "TORCH_INCLUDE_STACK_TRACE": "0",
-        }
-        if "TORCH_NCCL_TRACE_BUFFER_SIZE" in given:
-            del ours["TORCH_FR_BUFFER_SIZE"]
-        return {
-            **{name: value for name, value in ours.items() if name not in given},
-            VARIABLE: f"{self._prefix}gloo-{rank}",
-        }
-
-    def ask(self, ranks: Iterable[int]) -> bool:
-        if self._prefix:
-            for rank in ranks:
-                pipes = self._files(rank, ASK)
-                self._awaited += [pipe.removesuffix(ASK) + DUMP for pipe in pipes if _write(pipe)]
-                self._nccl_asked += [rank] if _write(f"{self._prefix}nccl-{rank}.pipe") else []
-        return bool(self._awaited or self._nccl_asked)
-
-    def ask_for_arrivals(self, ranks: Iterable[int]) -> None:
-        for rank in ranks if self._prefix else ():
-            for pipe in self._files(rank, ASK):
-                _write(pipe, WHEN)
-
-    def take_arrivals(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Rank → what was written since it was asked, as JSON. Reads files of the node's own disk, and removes them."""
-        found: dict[int, bytes] = {}
-        for rank in ranks if self._prefix else ():
-            raws = []
-            for path in self._files(rank, ARRIVALS):
-                raws.append(self._load(path) or b"")
-                os.unlink(path)
-            if raws:
-                found[rank] = max(raws, key=len)  # a child that imports torch, too, has recorded nothing
-        return found
-
-    def find_mute(self, ranks: Mapping[int, int]) -> dict[int, float]:
-        """Ask workers (local rank → global rank) for a sign of life; returns since when, monotonic, which have given
-        none."""
-        now = self._clock.monotonic()
-        mute: dict[int, float] = {}
-        for local_rank, rank in ranks.items():
-            for pipe in self._files(rank, ASK) if self._prefix else ():
-                sign = pipe.removesuffix(ASK) + PONG
-                since = self._pinged.pop(pipe, now)
-                if os.path.exists(sign):
-                    os.unlink(sign)
-                    since = now
-                if _write(pipe, PING):
-                    self._pinged[pipe] = since
-                    if since < now:
-                        mute[local_rank] = min(since, mute.get(local_rank, since))
-        return mute
-
-    def have_answered(self) -> bool:
-        return all(map(os.path.exists, self._awaited)) and all(map(self._is_settled, self._nccl_asked))
-
-    def read(self, rank: int, keep_in: Path) -> FlightTail | None:
-        dumps: list[RankDump] = []
-        found = [raw for path in self._files(rank, DUMP) if (raw := self._load(path))]
-        # A child that imports torch, too, has recorded nothing.
-        of_gloo, of_nccl = max(found, key=len, default=None), self._load(self._nccl(rank))
-        for raw, name in ((of_gloo, f"flight-recorder-{rank}.json"), (of_nccl, f"flight-recorder-nccl-{rank}")):
-            if not raw or not self._prefix:
-                continue
-            try:
-                write_private(keep_in / name, raw)
-            except OSError:
-                pass  # a full disk: the event has the end of it
-            try:
-                dumps.append(read_dump(raw, rank=rank))
-            except UnreadableDumpError:
-                continue  # half of one: the file is there for a person
-        return tail_of(dumps) if dumps else None
-
-    def forget(self, rank: int) -> None:
-        if not self._prefix:
-            return
-        for path in (*self._files(rank), f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
-            with suppress(OSError):
-                os.unlink(path)
-
-    def _files(self, rank: int, ending: str = "") -> list[str]:
-        return glob.glob(f"{glob.escape(self._prefix)}gloo-{rank}.*{ending}")
-
-    def _nccl(self, rank: int) -> str:
-        return f"{self._users.get(rank) or f'{self._prefix}nccl-'}{rank}"
-
-    def _is_settled(self, rank: int) -> bool:
-        try:
-            status = os.stat(self._nccl(rank))
-        except OSError:
-            return False
-        return status.st_size > 0 and self._clock.time_ns() - status.st_mtime_ns > _SETTLED_SECONDS * 1e9
-
-    def _load(self, path: str) -> bytes | None:
-        """At a place of the user's it may be an earlier job's, or one that another user has planted."""
-        try:
-            with open(open_checked(path, owner=Owner.OWN), "rb") as file:
-                if os.fstat(file.fileno()).st_mtime_ns < self._began_ns:
-                    return None
-                return file.read(MOST_BYTES + 1)
-        except (OSError, UnsafePathError):
-            return None
-
-
-def _write(pipe: str, text: bytes = b"1") -> bool:
-    try:
-        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False  # no pipe, or no reader
-    with suppress(OSError):  # full: it was asked before
-        os.write(fd, text)
-    os.close(fd)
-    return True
-
 
 ADDRESS_VARIABLE, ENABLE_VARIABLE = "NCCL_RAS_ADDR", "NCCL_RAS_ENABLE"
 _PORTS = range(20000, 28000)
@@ -400,15 +244,6 @@ def _ranks_of(report: RasReport, *, world_size: int, pids: Mapping[int, int]) ->
     return found
 
 
-def open_call(tail: FlightTail) -> str:
-    for track in tail.tracks:
-        for sequence, call, is_done in zip(track.sequences, track.calls, track.done, strict=False):
-            if not is_done:
-                found = tail.calls[call]
-                return f"{found.name} #{sequence} of group {found.description or found.group}"
-    return ""
-
-
 class NcclWatch:
     def __init__(self, address: str, *, run_uid: str, least: float, clock: Clock) -> None:
         self._address, self._run_uid, self._least, self._clock = parse_address(address), run_uid, least, clock
@@ -430,8 +265,7 @@ class NcclWatch:
     @property
     def is_due(self) -> bool:
         """An answer has come, or it is time for a question."""
-        is_time = self._next is not None and self._clock.monotonic() >= self._next
-        return bool(self._answers) or (is_time and not self._is_asking)
+        return bool(self._answers) or self._is_time_to_ask()
 
     def begin(self) -> None:
         self.end()
@@ -452,13 +286,16 @@ class NcclWatch:
         if report is not None:
             self._stall = self._stall.then(report, beats=beats, now=now)
             self.found = judge_stall(self._stall, report, least=self._least, hosts=hosts, pids=pids)
-        if self._is_asking or self._next is None or now < self._next or self._address is None:
+        if not self._is_time_to_ask() or self._address is None:
             return
         self._next = now + self._every if self._trouble < _MOST_TROUBLE else None
         if self._next is not None:
             self._is_asking = True
             number, address, world_size = self._asked, self._address, len(hosts)
             self._thread.post(lambda: self._ask(number, address, list(pids), world_size))
+
+    def _is_time_to_ask(self) -> bool:
+        return not self._is_asking and self._next is not None and self._clock.monotonic() >= self._next
 
     # -- in the other thread -----------------------------------------------------------------------------------------
 

@@ -1,10 +1,8 @@
-"""The flight recorder's variables, pipes and files; and when NCCL's counts are a suspicion."""
+"""When NCCL's counts are a suspicion."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,23 +10,20 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent import collective_watch, hang_detector
-from hpc_elastic.agent.collective_watch import FlightRecorders, NcclStall, NcclWatch, StallFound, judge_stall, open_call
+from hpc_elastic.agent import hang_detector, nccl_watch
 from hpc_elastic.agent.hang_detector import Counts, HangDetector
 from hpc_elastic.agent.heartbeat_watch import Hang
+from hpc_elastic.agent.nccl_watch import NcclStall, NcclWatch, StallFound, judge_stall
 from hpc_elastic.base import codec
 from hpc_elastic.base.loop import FileExecutor
-from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.peers import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.progress import AwaitedCall, FlightTail, Source, Suspicion, TailTrack
-from hpc_elastic.worker_api.flight_recorder import VARIABLE
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_ras import FakeRas
 from tests.rigs.fake_workers import IdleWorkers, started
 
-DATA = Path(__file__).parents[2] / "data"
 HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
 
 
@@ -130,21 +125,6 @@ def test_two_that_do_not_answer_are_both_named() -> None:
     assert found is not None
     assert found.hang.ranks == (1, 3)
     assert "rank 1 on n0 does not answer NCCL's RAS: its process is stopped or gone; rank 3 on n1" in found.hang.reason
-
-
-def test_what_a_rank_waits_in() -> None:
-    found = tail_of(
-        [read_dump((DATA / "flight_recorder" / "gloo_2.13_never_0").read_bytes(), rank=rank_of_name("x_0"))]
-    )
-    assert open_call(found) == "all_reduce #6 of group default_pg"
-    call = AwaitedCall(name="all_reduce", group="0")
-    assert (
-        open_call(FlightTail(calls=(call,), tracks=(TailTrack(group="0", sequences=(4,), calls=(0,), done=(1,)),)))
-        == ""
-    )
-
-
-# -- the watch ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +229,7 @@ def test_another_run_s_answer_counts_for_nothing_and_is_not_asked_for_long(tmp_p
 def test_only_the_node_of_group_rank_0_asks_and_no_older_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_rank: int, version: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(collective_watch, "nccl_version", lambda pid: version)
+    monkeypatch.setattr(nccl_watch, "nccl_version", lambda pid: version)
     with FakeRas(lambda: as_json(1, 1, 1, 1)) as server:
         Scene(tmp_path / "suspicions", server, group_rank=group_rank).minutes(3)
         assert server.asked == []
@@ -259,90 +239,3 @@ def test_no_address_no_question(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "suspicions", None)
     assert scene.nccl.due is None
     assert scene.minutes(2) == []
-
-
-ENTRY = {"profiling_name": "gloo:all_reduce", "process_group": ["0", "default_pg"], "collective_seq_id": 7}
-DUMP = json.dumps({"version": "2.10", "entries": [{**ENTRY, "state": "scheduled"}]})
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "rank").mkdir()
-    return tmp_path / "own"
-
-
-def recorders(folder: Path | None) -> FlightRecorders:
-    return FlightRecorders(folder, round_index=0, clock=FakeClock())
-
-
-def listening(path: str) -> int:
-    os.mkfifo(path)
-    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
-
-
-def test_workers_dump_into_the_agents_own_folder_and_a_users_variables_stay(folder: Path) -> None:
-    found = recorders(folder).environment(5, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_BUFFER_SIZE": "9"})
-    assert found["TORCH_FR_DUMP_TEMP_FILE"].startswith(f"{folder}/")
-    assert found["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"].startswith(f"{folder}/")
-    assert found["TORCH_INCLUDE_STACK_TRACE"] == "0"
-    assert not {"TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE"} & found.keys()
-    assert recorders(folder).environment(5, {})["TORCH_FR_BUFFER_SIZE"] == "2000"
-    assert "TORCH_FR_BUFFER_SIZE" not in recorders(folder).environment(5, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "100"})
-
-
-def test_without_a_folder_there_is_nothing(folder: Path) -> None:
-    none = recorders(None)
-    assert none.environment(0, {}) == {}
-    assert not none.ask([0])
-    none.forget(0)
-    assert none.read(0, folder) is None
-
-
-def test_who_listens_is_asked_and_waited_for(folder: Path, tmp_path: Path) -> None:
-    some = recorders(folder)
-    prefix = some.environment(3, {})[VARIABLE]
-    nccl = some.environment(3, {})["TORCH_FR_DUMP_TEMP_FILE"]
-    assert not some.ask([3])  # neither torch nor anything else is there
-    gloo_pipe, nccl_pipe = listening(f"{prefix}.77.ask"), listening(f"{nccl}3.pipe")
-    os.mkfifo(f"{prefix}.78.ask")  # of a process that has ended
-    assert some.ask([3])
-    assert os.read(gloo_pipe, 9) == os.read(nccl_pipe, 9) == b"1"
-    assert not some.have_answered()
-    Path(f"{prefix}.77.json").write_text(DUMP)
-    assert not some.have_answered()
-    Path(f"{nccl}3").write_text(DUMP.replace("gloo:", "nccl:"))
-    os.utime(f"{nccl}3", (FakeClock().time_ns() / 1e9 - 1,) * 2)
-    assert some.have_answered()
-
-    found = recorders(folder)
-    found._began_ns = 0
-    tail = found.read(3, tmp_path / "rank")
-    assert tail is not None
-    assert {(track.backend, track.sequences) for track in tail.tracks} == {("gloo", (7,)), ("nccl", (7,))}
-    kept = tmp_path / "rank" / "flight-recorder-3.json"
-    assert kept.read_text() == DUMP
-    assert kept.stat().st_mode & 0o077 == 0
-
-    some.forget(3)
-    assert not list(folder.iterdir())
-    os.close(gloo_pipe)
-    os.close(nccl_pipe)
-
-
-def test_an_earlier_jobs_dump_under_a_users_name_is_not_taken(folder: Path, tmp_path: Path) -> None:
-    mine = recorders(folder)
-    mine.environment(0, {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "mine_")})
-    (tmp_path / "mine_0").write_text(DUMP)
-    os.utime(tmp_path / "mine_0", (1, 1))
-    assert mine.read(0, tmp_path / "rank") is None
-    mine._began_ns = 0
-    assert mine.read(0, tmp_path / "rank") is not None
-
-
-def test_half_a_dump_is_kept_and_says_nothing(folder: Path, tmp_path: Path) -> None:
-    some = recorders(folder)
-    some._began_ns = 0
-    Path(some.environment(0, {})[VARIABLE] + ".5.json").write_text(DUMP[:-9])
-    assert some.read(0, tmp_path / "rank") is None
-    assert (tmp_path / "rank" / "flight-recorder-0.json").exists()
