@@ -37,14 +37,8 @@ class _Watched:
         return [path.read_bytes() for path in [*paths, self.path]]
 
 
-def _folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "rank"
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def test_rotated_at_line_ends_with_the_first_and_the_latest_kept(tmp_path: Path) -> None:
-    watched = _Watched(_folder(tmp_path) / "stdout.log", PieceLimit(size=100, count=3))
+    watched = _Watched(tmp_path / "stdout.log", PieceLimit(size=100, count=3))
     lines = [b"line %03d of thirty bytes ......\n" % number for number in range(20)]
     watched.write(*lines)
     watched.file.finish()
@@ -82,16 +76,15 @@ def test_every_byte_is_in_one_piece_and_no_piece_is_too_large(
 
 
 def test_an_agent_that_comes_back_goes_on_counting(tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
     for text in (b"one\n", b"two\n"):
-        watched = _Watched(folder / "stdout.log", PieceLimit(size=8, count=10))
+        watched = _Watched(tmp_path / "stdout.log", PieceLimit(size=8, count=10))
         watched.write(text * 3)
         watched.file.finish()
     assert watched.pieces() == [b"one\none\n", b"one\ntwo\n", b"two\ntwo\n"]
 
 
 def test_what_cannot_be_renamed_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = _Watched(_folder(tmp_path) / "stdout.log", PieceLimit(size=8, count=2))
+    watched = _Watched(tmp_path / "stdout.log", PieceLimit(size=8, count=2))
 
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -108,7 +101,7 @@ def test_what_cannot_be_renamed_is_written_on(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_disk_that_fills_up_while_rotating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = _Watched(_folder(tmp_path) / "stdout.log", PieceLimit(size=8, count=3))
+    watched = _Watched(tmp_path / "stdout.log", PieceLimit(size=8, count=3))
     watched.write(b"one\ntwo\n")
     really_open = os.open
 
@@ -130,7 +123,7 @@ def test_a_disk_that_fills_up_while_rotating(tmp_path: Path, monkeypatch: pytest
 
 
 def test_skipped_bytes_are_told_of_in_their_place_and_counted_by_who_skipped(tmp_path: Path) -> None:
-    watched = _Watched(_folder(tmp_path) / "stdout.log")
+    watched = _Watched(tmp_path / "stdout.log")
     watched.write(b"one\n")
     watched.file.skip(70)
     watched.write(b"two\n")
@@ -177,7 +170,7 @@ def test_nobody_is_held_up_for_longer_than_stated(steps: list[tuple[float, int, 
 
 
 def test_the_end_of_what_a_full_disk_refuses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = _Watched(_folder(tmp_path) / "stderr.log")
+    watched = _Watched(tmp_path / "stderr.log")
     watched.write(b"before\n")
     assert watched.file.unwritten == b""
     write = os.write
@@ -198,7 +191,7 @@ def test_the_end_of_what_a_full_disk_refuses_is_kept(tmp_path: Path, monkeypatch
 
 
 def test_the_end_of_a_file_has_its_times(tmp_path: Path) -> None:
-    watched = _Watched(_folder(tmp_path) / "stderr.log")
+    watched = _Watched(tmp_path / "stderr.log")
     watched.file.write(b"first line\n", now=0.0, at_us=1_000_000)
     watched.file.write(b"Traceback\n", now=1.0, at_us=2_000_000)
     watched.file.write(b"ValueError\n", now=1.0, at_us=2_005_000)

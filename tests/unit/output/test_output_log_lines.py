@@ -124,18 +124,21 @@ def test_any_drawing_gives_whole_lines(pieces: list[bytes]) -> None:
     assert not splitter.has_partial
 
 
-def test_cursor_movements_titles_and_bells_go_and_colours_stay() -> None:
-    assert readable(b"\x1b[1A\x1b[2K\x1b[31mred\x1b[0m\n") == b"\x1b[31mred\x1b[0m\n"
-    assert readable(b"\x1b]0;title\x07a\x1b]8;;http://x\x1b\\b\x1b(0c\x1b[?25ld\a\x0e\n") == b"abcd\n"
-    assert readable(b"plain \xff\xc3\ttext\n\n") == b"plain \xff\xc3\ttext\n\n"
-    assert readable("| \b/ \b- é\b\b\b\n".encode()) == b"|/\n"
-
-
-def test_a_colour_ends_with_its_line() -> None:
-    """The next line is another rank's."""
-    assert readable(b"\x1b[31mred\nnot\n") == b"\x1b[31mred\x1b[0m\nnot\n"
-    assert readable(b"\x1b[1;32mgreen\x1b[m\n") == b"\x1b[1;32mgreen\x1b[m\n"
-    assert readable(b"cut \x1b[3\n") == b"cut \n"
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (b"\x1b[1A\x1b[2K\x1b[31mred\x1b[0m\n", b"\x1b[31mred\x1b[0m\n"),
+        (b"\x1b]0;title\x07a\x1b]8;;http://x\x1b\\b\x1b(0c\x1b[?25ld\a\x0e\n", b"abcd\n"),
+        (b"plain \xff\xc3\ttext\n\n", b"plain \xff\xc3\ttext\n\n"),
+        ("| \b/ \b- é\b\b\b\n".encode(), b"|/\n"),
+        # A colour ends with its line: the next one is another rank's.
+        (b"\x1b[31mred\nnot\n", b"\x1b[31mred\x1b[0m\nnot\n"),
+        (b"\x1b[1;32mgreen\x1b[m\n", b"\x1b[1;32mgreen\x1b[m\n"),
+        (b"cut \x1b[3\n", b"cut \n"),
+    ],
+)
+def test_cursor_movements_titles_and_bells_go_and_colours_stay(printed: bytes, shown: bytes) -> None:
+    assert readable(printed) == shown
 
 
 def test_neither_half_a_character_nor_half_a_sequence_is_shown_before_its_rest_came() -> None:

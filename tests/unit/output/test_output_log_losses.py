@@ -44,7 +44,6 @@ def test_an_episode_is_said_when_it_begins_and_when_it_is_over(at: _Book) -> Non
     assert at.book.settle() is None
     at.clock.now += 1
     episode = at.book.settle()
-    assert episode is not None
     assert episode.not_in_files == 10_012
     assert [(one.rank, one.stream, one.not_in_file) for one in episode.streams] == [
         (0, "stdout", 10_005),
@@ -59,7 +58,6 @@ def test_an_episode_is_said_when_it_begins_and_when_it_is_over(at: _Book) -> Non
     at.book.lose(second, 1, "the disk hangs")
     assert len(at.said) == 3, "a new one"
     final = at.book.settle(final=True)
-    assert final is not None
     assert (final.not_in_files, final.reason) == (1, "the disk hangs")
     assert at.book.settle(final=True) is None
 
@@ -77,19 +75,16 @@ def test_one_that_does_not_end_is_told_now_and_then(at: _Book) -> None:
 
 def test_what_the_job_log_drops_is_counted_without_a_word_of_ours(at: _Book) -> None:
     account = at.account(2, shown=True)
-    assert account.source is not None
     account.source.dropped += 500
     assert at.book.settle() is None
     at.clock.now += QUIET_S
     episode = at.book.settle()
-    assert episode is not None
     assert (episode.not_in_job_log, episode.not_in_files, episode.reason) == (500, 0, "the job log could not keep up")
     assert not at.said, "the job log says so in its place"
     account.source.dropped += 20
     at.book.settle()
     at.clock.now += QUIET_S
     again = at.book.settle()
-    assert again is not None
     assert again.not_in_job_log == 20, "not what was told before"
 
 
@@ -98,14 +93,12 @@ def test_streams_that_ended_are_forgotten_when_they_were_told_of(at: _Book) -> N
         at.book.end(at.account(rank, shown=True))
     assert not at.book._accounts
     lossy = at.account(0, shown=True)
-    assert lossy.source is not None
     lossy.source.dropped += 5
     at.book.end(lossy)
     at.book.lose(lossy, 6, "the disk hangs")
     at.book.settle()
     at.clock.now += QUIET_S
     episode = at.book.settle()
-    assert episode is not None
     assert (episode.not_in_files, episode.not_in_job_log) == (6, 5)
     assert not at.book._accounts
     late = at.account(1)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from hpc_elastic.output import log_streams
 from hpc_elastic.output.log_files import HEADER, STDERR, STDOUT, LogFile, TimesFile, times_path
 from hpc_elastic.output.log_reader import Chunk, Place
 from hpc_elastic.output.log_streams import (
@@ -28,10 +31,11 @@ def chunk(data: bytes, offset: int = 0) -> Chunk:
     return Chunk(data=data, head=Place(0, offset), tail=Place(0, offset))
 
 
-def marks(*entries: tuple[int, int]) -> StreamMarks:
+def marks(*entries: tuple[int, int], piece_1: tuple[tuple[int, int], ...] = ()) -> StreamMarks:
     found = StreamMarks()
-    for offset, second in entries:
-        found.add(0, offset, second * SECOND)
+    for piece, of_piece in enumerate((entries, piece_1)):
+        for offset, second in of_piece:
+            found.add(piece, offset, second * SECOND)
     return found
 
 
@@ -42,30 +46,39 @@ def cut(one: Chunk, times: StreamMarks) -> list[tuple[int | None, bytes]]:
     ]
 
 
-def test_a_line_has_the_time_of_its_first_byte() -> None:
-    times = marks((0, 1), (4, 2), (10, 3))
-    assert cut(chunk(b"one\ntwo and\nthree\n"), times) == [(1, b"one\n"), (2, b"two and\n"), (3, b"three\n")]
-    assert cut(chunk(b"a\nb\n", offset=100), times) == [(3, b"a\nb\n")]
-    assert cut(chunk(b"no line end until here\n"), times) == [(1, b"no line end until here\n")]
+ONE_TO_THREE = marks((0, 1), (4, 2), (10, 3))
+OVER_TWO_PIECES = Chunk(data=b"begun, ended\nlater\n", head=Place(0, 50), tail=Place(1, 0), joint=7)
 
 
-def test_without_entries_there_is_no_time_and_before_the_first_its_own() -> None:
-    assert cut(chunk(b"a\nb\n"), StreamMarks()) == [(None, b"a\nb\n")]
-    assert cut(chunk(b"a\nb\n"), marks((2, 7))) == [(7, b"a\n"), (7, b"b\n")]
-
-
-def test_a_line_over_two_pieces() -> None:
-    times = StreamMarks()
-    times.add(0, 0, 1 * SECOND)
-    times.add(1, 0, 2 * SECOND)
-    times.add(1, 6, 3 * SECOND)
-    one = Chunk(data=b"begun, ended\nlater\n", head=Place(0, 50), tail=Place(1, 0), joint=7)
-    assert cut(one, times) == [(1, b"begun, ended\n"), (3, b"later\n")]
-
-
-def test_a_clock_that_was_set_back_keeps_the_stream_in_order() -> None:
-    times = marks((0, 9), (2, 3), (4, 10))
-    assert cut(chunk(b"a\nb\nc\n"), times) == [(9, b"a\n"), (9, b"b\n"), (10, b"c\n")]
+@pytest.mark.parametrize(
+    ("one", "times", "blocks"),
+    [
+        pytest.param(
+            chunk(b"one\ntwo and\nthree\n"),
+            ONE_TO_THREE,
+            [(1, b"one\n"), (2, b"two and\n"), (3, b"three\n")],
+            id="that of its first byte",
+        ),
+        pytest.param(chunk(b"a\nb\n", offset=100), ONE_TO_THREE, [(3, b"a\nb\n")], id="the last one"),
+        pytest.param(chunk(b"no line end\n"), ONE_TO_THREE, [(1, b"no line end\n")], id="one line"),
+        pytest.param(chunk(b"a\nb\n"), marks(), [(None, b"a\nb\n")], id="none without entries"),
+        pytest.param(chunk(b"a\nb\n"), marks((2, 7)), [(7, b"a\n"), (7, b"b\n")], id="before the first its own"),
+        pytest.param(
+            OVER_TWO_PIECES,
+            marks((0, 1), piece_1=((0, 2), (6, 3))),
+            [(1, b"begun, ended\n"), (3, b"later\n")],
+            id="over two pieces",
+        ),
+        pytest.param(
+            chunk(b"a\nb\nc\n"),
+            marks((0, 9), (2, 3), (4, 10)),
+            [(9, b"a\n"), (9, b"b\n"), (10, b"c\n")],
+            id="a clock that was set back keeps the stream in order",
+        ),
+    ],
+)
+def test_which_time_a_line_has(one: Chunk, times: StreamMarks, blocks: list[tuple[int | None, bytes]]) -> None:
+    assert cut(one, times) == blocks
 
 
 def test_where_a_moment_is() -> None:
@@ -200,14 +213,11 @@ def test_the_last_lines_of_all_together(tmp_path: Path) -> None:
         assert (text(before), text(after)) == (last, first)
 
 
-def test_of_very_many_times_the_end_is_read(tmp_path: Path, monkeypatch: object) -> None:
-    from hpc_elastic.output import log_streams
-
+def test_of_very_many_times_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = HEADER + b"".join(b"0 1 0 %d %d\n" % (number, number * SECOND) for number in range(1, 5000))
     times_path(tmp_path, 0).write_bytes(raw)
-    monkeypatch.setattr(log_streams, "_ALL_IN_FULL", 1000)  # type: ignore[attr-defined]
-    monkeypatch.setattr(log_streams, "_END", 2000)  # type: ignore[attr-defined]
+    monkeypatch.setattr(log_streams, "_ALL_IN_FULL", 1000)
+    monkeypatch.setattr(log_streams, "_END", 2000)
     found = read_round_marks(tmp_path).of(0, 1)
     assert found.time_at(Place(0, 5000)) == 4999 * SECOND
-    assert found.first_us is not None
     assert found.first_us > 4000 * SECOND
