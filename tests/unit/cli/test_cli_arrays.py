@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -100,28 +101,19 @@ def test_each_task_is_a_run_of_its_own(array: RunPaths) -> None:
 
 
 def test_a_task_is_found_by_job_run_and_path(array: RunPaths) -> None:
-    for text in (
-        "48_3",
-        f"{SPEC.run_id}_3",
-        f"{SPEC.run_id[:12]}_3",
-        str(array.task(3).root),
-        str(array.task(3).run_json),
-    ):
-        assert find(text) == array.task(3).root, text
+    third = array.task(3)
+    for text in ("48_3", f"{SPEC.run_id}_3", f"{SPEC.run_id[:12]}_3", str(third.root), str(third.run_json)):
+        assert find(text) == third.root, text
     for text in ("48", SPEC.run_id, str(array.root)):
         assert find(text) == array.root
     with pytest.raises(UsageError, match="job 48 has no task 9: hpc-elastic status 48 shows"):
         find("48_9")
     with pytest.raises(UnknownRunError):
         find(f"{SPEC.run_id}_9")
-
-
-def test_a_follow_on_job_of_one_task_is_that_tasks(array: RunPaths) -> None:
     record(cluster="", job_id="81_3", submitted_ns=2, run_dir=array.root)
-    assert find("81_3") == array.task(3).root
-    assert run_job.find_run_job(args("81_3")).job.number == "81_3"
-    assert run_job.find_run_job(args("48_4")).job.number == "48_4"
-    assert run_job.find_run_job(args("48"), arrays=True).job.number == "48"
+    assert find("81_3") == third.root, "a follow-on job of one task is that task's"
+    for text, arrays in (("81_3", False), ("48_4", False), ("48", True)):
+        assert run_job.find_run_job(args(text), arrays=arrays).job.number == text
 
 
 def test_what_wants_one_run_says_how_to_name_one(array: RunPaths) -> None:
@@ -228,38 +220,41 @@ def submitted(slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, comment: str
     return job.number
 
 
-def as_alice(monkeypatch: pytest.MonkeyPatch, name: str = "alice") -> None:
-    import pwd
-
+def as_user(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     me = pwd.getpwuid(os.getuid())
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: type(me)((name, *me[1:])))
 
 
-def test_an_unknown_job(slurm: tuple[FakeSlurm, SlurmClient]) -> None:
-    with pytest.raises(UsageError, match=r"^job 99999: no such run "):
-        run_of_job("99999", slurm[1])
-
-
-def test_one_of_another_program(
-    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("me", "comment", "says"),
+    [
+        pytest.param("alice", None, r"^job 99999: no such run ", id="an unknown job"),
+        pytest.param(
+            "alice", "(null)", r"^job 1000 \(other\): no such run \(not submitted by", id="one of another program"
+        ),
+        pytest.param(
+            "bob", "hpc-elastic /home/alice/runs/r1", r"^job 1000 belongs to alice: ", id="one of another user"
+        ),
+    ],
+)
+def test_a_job_that_is_no_run_of_ours(
+    slurm: tuple[FakeSlurm, SlurmClient],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    me: str,
+    comment: str | None,
+    says: str,
 ) -> None:
-    as_alice(monkeypatch)
-    with pytest.raises(UsageError, match=r"^job 1000 \(other\): no such run \(not submitted by"):
-        run_of_job(submitted(slurm, tmp_path, "(null)"), slurm[1])
-
-
-def test_one_of_another_user(
-    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_alice(monkeypatch, "bob")
-    with pytest.raises(UsageError, match=r"^job 1000 belongs to alice: "):
-        run_of_job(submitted(slurm, tmp_path, "hpc-elastic /home/alice/runs/r1"), slurm[1])
+    as_user(monkeypatch, me)
+    job = "99999" if comment is None else submitted(slurm, tmp_path, comment)
+    with pytest.raises(UsageError, match=says):
+        run_of_job(job, slurm[1])
 
 
 def test_one_of_ours_that_another_home_remembers(
     slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: RunPaths
 ) -> None:
-    as_alice(monkeypatch)
+    as_user(monkeypatch, "alice")
     job = submitted(slurm, tmp_path, f"hpc-elastic {array.root}")
     assert run_of_job(job, slurm[1]) == array.root
     slurm[0].jobs[f"{job}_2"] = slurm[0].jobs[job]
@@ -270,17 +265,14 @@ def test_one_of_ours_that_another_home_remembers(
         find_run_dir(job, None, ask_slurm=False)
 
 
-def test_slurm_that_does_not_answer(slurm: tuple[FakeSlurm, SlurmClient]) -> None:
+def test_slurm_that_does_not_answer_is_named_and_where_there_is_none_that_is_no_news(
+    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm[0].reachable = False
     with pytest.raises(
         UsageError, match=r"^job 12: no such run \(searched this account's runs; Slurm does not answer: "
     ):
         run_of_job("12", slurm[1])
-
-
-def test_where_there_is_no_slurm_that_is_no_news(
-    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     slurm[0].missing = {"scontrol"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -97,9 +97,6 @@ def test_what_a_run_links_to_is_left_alone(here: Path) -> None:
     ("argv", "says"),
     [
         ([], "name the runs to remove: RUN..., --older-than 30d"),
-        (["--older-than", "soon"], "--older-than soon: give an age such as 30d, 12h or 2w"),
-        (["--state", "done"], "--state done: give one of submitted, "),
-        (["--larger-than", "big"], "--larger-than 'big': give a size such as 500M or 1G"),
         (["--state", "failed"], "1 run, .* would be removed, and there is no terminal to ask on; give --yes"),
         (["nothing"], "nothing: no such run"),
     ],

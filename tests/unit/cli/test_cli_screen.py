@@ -52,34 +52,23 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["report"], ["report", "--all"], ["report", "--rank", "1"], ["report", "--format", "json"],
-        ["report", "--format", "html"], ["logs", "--around-failure"], ["logs"], ["logs", "--events"],
-        ["status", "--no-slurm"], ["status", "--no-slurm", "--json"], ["cancel"], ["requeue"],
-        ["report", "--attempt", "7"], ["logs", "--rank", "99"], ["logs", "--node", f"n{NASTY}".replace("\0", "")],
-        ["logs", "--events", "--node", f"n{NASTY}".replace("\0", "")],
-        ["logs", "--event", f"x{NASTY}".replace("\0", "")],
-    ],
-    ids=lambda argv: ascii(argv)[:60],
-)  # fmt: skip
-def test_a_run_directory_full_of_escapes(run: Path, argv: list[str], capfdbinary: Any) -> None:
-    main([*argv, str(run)])
-    out, err = (data.decode() for data in capfdbinary.readouterr())
-    assert out or err
-    assert _SHOWN.search(out + err) is None, _SHOWN.findall(out + err)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["list", "--runs-dir", "{}"], ["list", "--runs-dir", "{}", "--json"], ["list", "--runs-dir", "{}/none\x1b[2J"],
+        ["report", "RUN"], ["report", "RUN", "--all"], ["report", "RUN", "--rank", "1"],
+        ["report", "RUN", "--format", "json"], ["report", "RUN", "--format", "html"], ["logs", "RUN"],
+        ["logs", "RUN", "--around-failure"], ["logs", "RUN", "--events"], ["status", "RUN", "--no-slurm"],
+        ["status", "RUN", "--no-slurm", "--json"], ["cancel", "RUN"], ["requeue", "RUN"],
+        ["report", "RUN", "--attempt", "7"], ["logs", "RUN", "--rank", "99"],
+        ["logs", "RUN", "--node", f"n{NASTY}".replace("\0", "")],
+        ["logs", "RUN", "--events", "--node", f"n{NASTY}".replace("\0", "")],
+        ["logs", "RUN", "--event", f"x{NASTY}".replace("\0", "")],
+        ["list", "--runs-dir", "RUNS"], ["list", "--runs-dir", "RUNS", "--json"], ["list", "--runs-dir", "/no\x1b[2J"],
         ["report", "x\x1b[2J\u202e"], ["submit\x1b[2J"], ["run", "--nodes", "\x9b2J"], ["run", "none\u202e.py"],
         ["config", "nodes\x1b[2J"], ["config", "--python", "\x1b[2J", "python"], ["status", "--\x1b[2J"],
         ["run", "--dry-run", "--python", "\x1b[2J", "--no-python", "true"],
     ],
     ids=lambda argv: ascii(argv)[:60],
 )  # fmt: skip
-def test_refusals_and_lists(run: Path, argv: list[str], capfdbinary: Any) -> None:
-    main([word.replace("{}", str(run.parent)) for word in argv])
+def test_a_run_directory_and_command_lines_full_of_escapes(run: Path, argv: list[str], capfdbinary: Any) -> None:
+    main([{"RUN": str(run), "RUNS": str(run.parent)}.get(word, word) for word in argv])
     out, err = (data.decode() for data in capfdbinary.readouterr())
     assert out or err
     assert _SHOWN.search(out + err) is None, _SHOWN.findall(out + err)

@@ -1,4 +1,4 @@
-"""``status`` and ``list``: what is refused, what Slurm is asked, and what is listed."""
+"""``status`` and ``list``: what is refused, what Slurm is asked, and what is listed; goodput and bad nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from hpc_elastic.cli import status as status_module
 from hpc_elastic.cli.main import main, print_note
 from hpc_elastic.cli.status import seconds_left, status_line, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.run.index import jobs_of, record
+from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, load_record, save_record
 from hpc_elastic.run.spec import Preload
 from hpc_elastic.slurm.commands import SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.run_builder import RunBuilder
 from tests.unit.launch.test_launch_run_status import RUN_ID, Run
+from tests.unit.report.test_report_advice import failing_run
 
 
 def listed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], str]:
@@ -58,8 +63,8 @@ def test_what_workers_were_seen_to_import_can_be_printed(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["preload"]["learned"] == ["torch.a", "torch.b"]
     assert main(["status", "--preload", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:5] == ["given:", "  torch", "learned from workers (2):", "  torch.a", "  torch.b"]
-    assert lines[5:7] == ["left out (1):", "  torch.c: it opens a socket"]
+    learned = ["learned from workers (2):", "  torch.a", "  torch.b"]
+    assert lines[:7] == ["given:", "  torch", *learned, "left out (1):", "  torch.c: it opens a socket"]
     assert str(path) in lines[7]
     assert main(["status", "--preload", "--json", *options]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -317,16 +322,70 @@ def test_the_time_that_is_left() -> None:
     assert seconds_left(job, clock) == 0.0
 
 
-def test_a_job_that_is_held_is_not_said_to_start() -> None:
+def test_a_job_that_is_held_is_not_said_to_start_and_a_requeue_that_never_came_about_is_told() -> None:
+    def text(state: RunState, job: JobState) -> str:
+        return "\n".join(status_lines(status(state=state, outcome="failed"), job, seconds_left=None))
+
     held = JobState(job_id="42", state="PENDING", reason="JobHoldMaxRequeue", start_time="2026-11-21T02:16:42")
-    text = "\n".join(status_lines(status(state=RunState.SUBMITTED), held, seconds_left=None))
-    assert "PENDING (JobHoldMaxRequeue), held: scontrol release 42 lets it go on" in text
-    assert "expected to start" not in text
+    said = text(RunState.SUBMITTED, held)
+    assert "PENDING (JobHoldMaxRequeue), held: scontrol release 42 lets it go on" in said
+    assert "expected to start" not in said
+    # Whoever had decided the requeue was killed before Slurm heard of it.
+    for word, lost in (("FAILED", True), ("NODE_FAIL", True), ("PENDING", False)):
+        said = text(RunState.REQUEUED, JobState(job_id="42", state=word, reason=""))
+        assert ("to requeue it: hpc-elastic requeue 42" in said) is lost, word
 
 
-@pytest.mark.parametrize(("state", "lost"), [("FAILED", True), ("NODE_FAIL", True), ("PENDING", False)])
-def test_a_requeue_that_never_came_about_is_told(state: str, lost: bool) -> None:
-    """Whoever had decided it was killed before Slurm heard of it."""
-    asked = status(state=RunState.REQUEUED, outcome="failed")
-    lines = status_lines(asked, JobState(job_id="42", state=state, reason=""), seconds_left=None)
-    assert ("to requeue it: hpc-elastic requeue 42" in "\n".join(lines)) is lost
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
+    for name in ("20261118T110640-a", "20261118T110641-b"):
+        failing_run(tmp_path / "runs" / name)
+    return tmp_path / "runs"
+
+
+def test_list_shows_where_the_time_of_all_runs_went(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--goodput", "--no-slurm", "--runs-dir", str(runs)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["goodput", "of", "run"]
+    goodput = goodput_of(collect_run(next(runs.iterdir())))
+    share = f"{100 * (goodput.share or 0):.1f} %"
+    assert [share in line for line in lines] == [True] * 3
+    assert lines[0].endswith("% to end") or "% in checkpoints" in lines[0]
+    assert lines[2].endswith("all 2 runs together")
+
+
+def test_a_run_without_steps_is_in_the_whole_by_its_uptime(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = RunBuilder(runs / "20261118T110642-c", nodes=2).begin(at=10)
+    builder.succeeded(0, 0, at=200)
+    builder.end(0, at=201, outcome="succeeded", code=0)
+    assert main(["list", "--goodput", "--no-slurm", "--runs-dir", str(runs)]) == 0
+    _, first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("uptime of the processes, since no step was reported or counted")
+    assert last.endswith("all 3 runs together, 1 of them by uptime")
+
+
+def test_the_parts_in_json_add_up_to_the_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--goodput", "--json", "--no-slurm", "--runs-dir", str(runs)]) == 0
+    found = [json.loads(line)["goodput"] for line in capsys.readouterr().out.splitlines()]
+    assert len(found) == 2
+    for one in found:
+        assert sum(one["parts"].values()) == pytest.approx(one["wall"])
+        assert one["share"] == pytest.approx(one["parts"]["training"] / one["wall"])
+    assert main(["list", "--json", "--no-slurm", "--runs-dir", str(runs)]) == 0
+    assert "goodput" not in json.loads(capsys.readouterr().out.splitlines()[0])
+
+
+def test_a_run_shows_and_forgets_what_it_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    lost = Evidence(node="n3", kind=EvidenceKind.LOST, at_ns=1)
+    save_record(run.paths.nodes_json, NodeRecord(evidence=(lost,), excluded=("n3",)))
+    arguments = ["status", RUN_ID, "--runs-dir", str(tmp_path), "--no-slurm"]
+    assert main(arguments) == 0
+    assert "left out : n3" in capsys.readouterr().out
+    for wrong in ("", "n[3", "None assigned"):
+        assert main([*arguments, "--forget-nodes", wrong]) == 2
+        assert "--forget-nodes" in capsys.readouterr().err
+    assert main([*arguments, "--forget-nodes", "n[3,9]"]) == 0
+    assert capsys.readouterr().out == "1 record forgotten\n"
+    assert load_record(run.paths.nodes_json) == NodeRecord(excluded=("n3",)), "a requeue lets it in again"
