@@ -92,7 +92,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_submitted_run(site: Site) -> None:
+def test_a_submitted_run(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     umask = os.umask(0)
     try:
         code, out, err = site.submit("--nodes", "2:4", "train.py", "a b", "it's", "$HOME", "new\nline", "é", "--", "-h")
@@ -117,24 +117,12 @@ def test_a_submitted_run(site: Site) -> None:
     assert {path.name for path in run.iterdir()} == {"run.json", "secret", "job.sbatch", "job.log"}
     assert len(bytes.fromhex((run / "secret").read_text().strip())) == 32
     assert f"#SBATCH --output={run}/job.log" in (run / "job.sbatch").read_text()
-
-
-def test_it_is_found_by_its_job_id(
-    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site.submit("train.py")
-    run = the_run(site)
-    monkeypatch.chdir("/")
-    assert main(["report", "1234", "--format", "json"]) == 0
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir("/")
+        assert main(["report", "1234", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["run_dir"] == str(run)
-
-
-def test_two_runs_are_two(site: Site) -> None:
     site.submit("train.py")
-    site.submit("train.py")
-    assert len({path.name for path in (site.work / "runs").iterdir()}) == 2
-    secrets = {(path / "secret").read_text() for path in (site.work / "runs").iterdir()}
-    assert len(secrets) == 2
+    assert len({(path / "secret").read_text() for path in (site.work / "runs").iterdir()}) == 2, "two runs are two"
 
 
 def test_job_and_workers_begin_in_the_folder_that_is_asked_for(site: Site) -> None:
@@ -251,13 +239,6 @@ def test_the_job_logs_folder_is_made(site: Site) -> None:
     assert (site.work / "err%").is_dir()
 
 
-def test_an_older_runs_folder_stays(site: Site) -> None:
-    site.captured("sbatch", "err-sbatch-bad-partition")
-    (site.work / "runs").mkdir(mode=0o700)
-    assert site.submit("train.py")[0] == 1
-    assert list((site.work / "runs").iterdir()) == []
-
-
 def test_no_sbatch(site: Site) -> None:
     (site.bin / "sbatch").unlink()
     code, out, err = site.submit("--cluster=slurm", "train.py")
@@ -280,73 +261,61 @@ def test_nodes_that_are_down_are_mentioned(site: Site) -> None:
     assert err == "hpc-elastic: only 3 of the 4 nodes of partition main are up now\n"
 
 
-def test_a_run_directory_that_exists(site: Site) -> None:
-    assert site.submit("--run-id=mine", "train.py")[0] == 0
-    before = (site.work / "runs" / "mine" / "secret").read_text()
-    code, out, err = site.submit("--run-id=mine", "train.py")
-    assert (code, out) == (2, "")
-    assert "runs/mine is there already; choose another --run-id" in err
-    assert (site.work / "runs" / "mine" / "secret").read_text() == before
-
-
-@pytest.mark.parametrize("target", ["elsewhere", "absent"])
-def test_a_run_directory_that_is_a_link(site: Site, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [("", "is there already"), ("elsewhere", "is a symbolic link"), ("absent", "is a symbolic link")],
+)
+def test_a_run_directory_that_exists_or_is_a_link(site: Site, target: str, says: str) -> None:
     (site.work / "elsewhere").mkdir()
     (site.work / "runs").mkdir(mode=0o700)
-    (site.work / "runs" / "mine").symlink_to(site.work / target)
-    code, _, err = site.submit("--run-id=mine", "train.py")
-    assert code == 2
-    assert "runs/mine is a symbolic link; choose another --run-id" in err
+    mine = site.work / "runs" / "mine"
+    mine.symlink_to(site.work / target) if target else mine.mkdir()
+    code, out, err = site.submit("--run-id=mine", "train.py")
+    assert (code, out) == (2, "")
+    assert f"runs/mine {says}; choose another --run-id" in err
     assert list((site.work / "elsewhere").iterdir()) == []
+    assert target or list(mine.iterdir()) == []
 
 
-def test_a_runs_folder_that_is_ones_own_link_is_fine(site: Site) -> None:
-    (site.work / "scratch").mkdir(mode=0o700)
+NEEDS_ROOT = pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder away")
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("file", "file is not a folder"),
+        ("file/below", ""),
+        ("dangling", "is a symbolic link to nothing"),
+        ("open", "can be written by every user; run: chmod o-w {work}/open"),
+        pytest.param("theirs", "belongs to uid 65534, who could replace what is in it", marks=NEEDS_ROOT),
+        # The sticky bit holds back all but the folder's owner.
+        pytest.param("theirs-sticky", "give a folder of your own with --runs-dir", marks=NEEDS_ROOT),
+        pytest.param("planted", "is a symbolic link of uid 65534", marks=NEEDS_ROOT),
+    ],
+)
+def test_a_runs_folder_that_is_none_or_that_others_can_change_is_refused(site: Site, folder: str, says: str) -> None:
+    (site.work / "file").write_text("")
+    (site.work / "dangling").symlink_to("absent")
+    for name, bits in (("open", 0o777), ("mine", 0o700), ("theirs", 0o777), ("theirs-sticky", 0o1777)):
+        (site.work / name).mkdir()
+        (site.work / name).chmod(bits)
+    (site.work / "planted").symlink_to("mine")
+    for name in ("theirs", "theirs-sticky", "planted"):
+        if AS_ROOT:
+            os.chown(site.work / name, 65534, 65534, follow_symlinks=False)
+    before = site.everything()
+    code, out, err = site.submit(f"--runs-dir={folder}", "train.py")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says.format(work=site.work) in err
+    assert site.everything() == before
+
+
+def test_a_runs_folder_that_is_ones_own_link_or_sticky_is_fine(site: Site) -> None:
+    (site.work / "scratch").mkdir()
+    (site.work / "scratch").chmod(0o1777)
     (site.work / "runs").symlink_to(site.work / "scratch")
     assert site.submit("train.py")[0] == 0
     assert len(list((site.work / "scratch").iterdir())) == 1
-
-
-def test_a_runs_folder_that_is_a_file_or_a_link_to_nothing(site: Site) -> None:
-    (site.work / "file").write_text("")
-    (site.work / "dangling").symlink_to("absent")
-    code, _, err = site.submit("--runs-dir=file", "train.py")
-    assert (code, "file is not a folder" in err) == (2, True)
-    code, _, err = site.submit("--runs-dir=file/below", "train.py")
-    assert (code, err.count("\n")) == (2, 1)
-    code, _, err = site.submit("--runs-dir=dangling", "train.py")
-    assert (code, "is a symbolic link to nothing" in err) == (2, True)
-
-
-def test_a_runs_folder_that_everybody_may_write(site: Site) -> None:
-    (site.work / "runs").mkdir()
-    (site.work / "runs").chmod(0o777)
-    code, _, err = site.submit("train.py")
-    assert code == 2
-    assert f"can be written by every user; run: chmod o-w {site.work}/runs" in err
-    (site.work / "runs").chmod(0o1777)
-    assert site.submit("train.py")[0] == 0
-
-
-@pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder away")
-def test_a_runs_folder_or_link_of_another_user(site: Site) -> None:
-    theirs = site.work / "theirs"
-    theirs.mkdir(mode=0o777)
-    os.chown(theirs, 65534, 65534)
-    code, _, err = site.submit("--runs-dir=theirs", "train.py")
-    assert code == 2
-    assert "belongs to uid 65534, who could replace what is in it" in err
-    theirs.chmod(0o1777)  # the sticky bit holds back all but the folder's owner
-    code, _, err = site.submit("--runs-dir=theirs", "train.py")
-    assert code == 2
-    assert "give a folder of your own with --runs-dir" in err
-    (site.work / "mine").mkdir(mode=0o700)
-    (site.work / "planted").symlink_to("mine")
-    os.chown(site.work / "planted", 65534, 65534, follow_symlinks=False)
-    code, _, err = site.submit("--runs-dir=planted", "train.py")
-    assert code == 2
-    assert "is a symbolic link of uid 65534" in err
-    assert list(theirs.iterdir()) == list((site.work / "mine").iterdir()) == []
 
 
 NOBODY = (
