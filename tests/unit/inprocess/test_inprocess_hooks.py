@@ -49,7 +49,7 @@ def test_compose_hands_tuples_on_as_arguments() -> None:
     assert (state.rank, state.world_size) == (1, 3)
 
 
-def test_compose_warns_of_a_link_that_returns_nothing() -> None:
+def test_compose_warns_of_a_link_that_returns_nothing_and_refuses_what_it_cannot_call() -> None:
     class Forgetful(inprocess.initialize.Initialize):
         def __call__(self, state: Any) -> Any:
             return None
@@ -59,9 +59,6 @@ def test_compose_warns_of_a_link_that_returns_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert inprocess.Compose(lambda: 1, lambda: None)() == 1
-
-
-def test_compose_refuses_what_it_cannot_call() -> None:
     for arguments in ((), (1,)):
         with pytest.raises(TypeError, match="Compose"):
             inprocess.Compose(*arguments)  # type: ignore[arg-type]

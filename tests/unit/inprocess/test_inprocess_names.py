@@ -39,11 +39,10 @@ NAMES = {
 def test_names(module: str) -> None:
     found = importlib.import_module(".".join(filter(None, ("hpc_elastic.inprocess", module))))
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+    assert not module or attrgetter(module)(inprocess) is found, "submodules and tools come with the package"
 
 
-def test_submodules_and_tools_come_with_the_package() -> None:
-    for name in filter(None, NAMES):
-        assert inspect.ismodule(attrgetter(name)(inprocess)), name
+NONE = inspect.Parameter.empty
 
 
 def defaults(function: Any) -> dict[str, Any]:
@@ -85,18 +84,16 @@ def test_the_wrappers_arguments_and_defaults() -> None:
         ("health_check.CudaHealthCheck", {"timeout": timedelta(seconds=30)}),
         ("health_check.FaultCounter", {"max_rank_faults": None}),
         ("rank_filter.WorldSizeDivisibleBy", {"divisor": 1}),
-        ("rank_filter.MaxActiveWorldSize", {"max_active_world_size": inspect.Parameter.empty}),
+        ("rank_filter.MaxActiveWorldSize", {"max_active_world_size": NONE}),
+        (
+            "rank_assignment.FilterGroupedByKey",
+            {"key_or_fn": NONE, "condition": NONE, "timeout": timedelta(seconds=60)},
+        ),
+        ("finalize.ThreadedFinalize", {"timeout": NONE, "fn": NONE, "args": (), "kwargs": None}),
     ],
 )
 def test_the_hooks_arguments_and_defaults(function: str, wanted: dict[str, Any]) -> None:
     assert defaults(attrgetter(function)(inprocess)) == wanted
-
-
-def test_hooks_with_arguments_that_have_no_default() -> None:
-    found = defaults(inprocess.rank_assignment.FilterGroupedByKey)
-    assert list(found) == ["key_or_fn", "condition", "timeout"]
-    assert found["timeout"] == timedelta(seconds=60)
-    assert list(defaults(inprocess.finalize.ThreadedFinalize)) == ["timeout", "fn", "args", "kwargs"]
 
 
 def test_values_of_the_enumerations() -> None:
@@ -134,10 +131,10 @@ def test_records_are_read_back_and_put_in_words() -> None:
 
 
 STORE_METHODS = {
-    "initial_barrier": "rank rendezvous_count timeout",
-    "iteration_barrier": "rank rendezvous_count timeout",
-    "completion_barrier": "rank rendezvous_count timeout",
-    "termination_barrier": "rank rendezvous_count timeout",
+    **{
+        f"{name}_barrier": "rank rendezvous_count timeout"
+        for name in ("initial", "iteration", "completion", "termination")
+    },
     "set_initial_rank": "rank initial_rank",
     "get_initial_rank": "rank",
     "record_completed": "",

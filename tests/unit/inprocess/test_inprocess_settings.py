@@ -82,24 +82,17 @@ def test_a_hook_that_can_not_be_called_is_refused_at_once() -> None:
     inprocess.Wrapper(health_check=WithDefault())
 
 
-def test_the_logfile_is_absolute() -> None:
+def test_a_logfile_by_no_absolute_path_and_a_torch_without_its_distributed_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ValueError, match="monitor_process_logfile='log' must be an absolute path"):
         inprocess.Wrapper(monitor_process_logfile="log")
-
-
-def test_without_torch_distributed_there_is_no_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_available", lambda: False)
     with pytest.raises(ValueError, match=r"torch\.distributed"):
         inprocess.Wrapper()
 
 
-def test_switched_off_it_gives_the_function_back() -> None:
-    def function() -> None: ...
-
-    assert inprocess.Wrapper(enabled=False)(function) is function
-
-
-def test_name_docstring_and_signature_stay() -> None:
+def test_the_function_keeps_its_face_and_is_given_back_where_it_is_switched_off() -> None:
     def function(one: int, *, two: str = "x") -> float:
         """What it does."""
         return 0.0
@@ -107,3 +100,4 @@ def test_name_docstring_and_signature_stay() -> None:
     wrapped = inprocess.Wrapper()(function)
     assert (wrapped.__name__, wrapped.__doc__) == ("function", "What it does.")
     assert inspect.signature(wrapped) == inspect.signature(function)
+    assert inprocess.Wrapper(enabled=False)(function) is function

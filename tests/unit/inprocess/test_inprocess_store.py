@@ -119,14 +119,6 @@ def test_spares_wait_for_a_completion_or_an_interruption(store: PrefixStore) -> 
     assert other.wait_for_completed_or_interrupted(0)
 
 
-def test_the_last_call_ends_when_all_have_answered(store: PrefixStore) -> None:
-    store.answer(0, 2)
-    store.answer(0, 2)
-    assert not store.wait_for_answers(0)
-    store.answer(1, 2)
-    assert store.wait_for_answers(0)
-
-
 def test_all_ranks_read_the_same_terminated_ranks(store: PrefixStore) -> None:
     store.record_terminated_rank(2)
     assert store.get_terminated_ranks() == {2}
@@ -163,11 +155,16 @@ def test_who_died_before_saying_a_new_rank_has_the_one_that_is_left(store: Prefi
     assert store.outcome() == INTERRUPTED
 
 
-def test_heartbeats_are_counters(store: PrefixStore) -> None:
+def test_heartbeats_are_counters_and_a_last_call_ends_when_all_have_answered(store: PrefixStore) -> None:
     assert store.get_heartbeat(3) == 0
     store.send_heartbeat(3)
     store.send_heartbeat(3)
     assert store.get_heartbeat(3) == 2
+    store.answer(0, 2)
+    store.answer(0, 2)
+    assert not store.wait_for_answers(0)
+    store.answer(1, 2)
+    assert store.wait_for_answers(0)
 
 
 def test_initial_ranks_and_the_end_of_the_store(store: PrefixStore) -> None:

@@ -1,15 +1,20 @@
-"""Stalls and heartbeats as pure decisions; the counters."""
+"""Stalls and heartbeats as pure decisions; the counters; the monitor process, with stand-ins for its pipe and rank."""
 
 from __future__ import annotations
 
+import os
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpc_elastic.base.codec import dumps, loads
+from hpc_elastic.inprocess import monitor_process
 from hpc_elastic.inprocess.monitor_process import NeighbourWatch, RankPlace, StallWatch
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog, Reading
+from hpc_elastic.inprocess.state import Interruption
 
 pytestmark = pytest.mark.torch
 
@@ -55,12 +60,14 @@ def test_pauses_nest_and_end_for_a_main_thread_that_is_to_leave() -> None:
     page.close()
 
 
-def test_the_page_holds_what_was_written() -> None:
+def test_what_is_written_is_read_back() -> None:
     page = ProgressPage()
     reading = Reading(automatic=3, manual=4, armed=True, epoch=5, paused=True)
     page.write(reading)
     assert page.read() == reading
     page.close()
+    place = RankPlace(iteration=3, rank=1, count=4, initial_rank=2, call="call0.1.0")
+    assert loads(RankPlace, dumps(place)) == place
 
 
 def test_the_watchdog_sees_bytecode_and_pings() -> None:
@@ -102,6 +109,24 @@ def test_the_next_rank_is_watched_and_all_others_when_it_is_silent() -> None:
     assert (alone.watched, alone.look({}, 0)) == ([], [])
 
 
-def test_a_place_is_read_back() -> None:
-    place = RankPlace(iteration=3, rank=1, count=4, initial_rank=2, call="call0.1.0")
-    assert loads(RankPlace, dumps(place)) == place
+READER, PIDFD = 101, 102
+
+
+def test_a_pipe_that_is_closed_while_the_rank_lives_is_looked_at_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program in the rank's process, say."""
+    looks: list[list[int]] = []
+
+    def wait(fds: list[int], seconds: float) -> set[int]:
+        """It lives on, and is dead at the third look after that."""
+        looks.append(fds)
+        assert len(looks) < 20, "it looks again and again at a pipe that is closed"
+        return {READER} if READER in fds else {PIDFD} if len(looks) > 3 else set()
+
+    monkeypatch.setattr(monitor_process, "wait_readable", wait)
+    monkeypatch.setattr(monitor_process, "os", SimpleNamespace(read=lambda fd, size: b"", getpid=os.getpid))
+    times = "monitor_process_interval hard_timeout heartbeat_timeout barrier_timeout termination_grace_time"
+    settings = SimpleNamespace(**dict.fromkeys(times.split(), timedelta(seconds=60)))
+    rank: Any = SimpleNamespace(page=None, unplaced=SimpleNamespace(call="call0"), settings=settings)
+    monitor = monitor_process._Monitor(rank, 1, READER, PIDFD, False)
+    assert monitor._watch() is Interruption.TERMINATED
+    assert looks[-1] == [PIDFD, -1]
