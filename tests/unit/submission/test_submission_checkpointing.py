@@ -82,12 +82,9 @@ def test_the_decision_is_submitits(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert len(seen) == 4, "every way was met"
 
 
-def test_a_function_that_asks_for_notices_itself_is_left_alone() -> None:
+def test_a_function_that_asks_itself_is_left_alone_and_without_a_limit_nothing_is_a_timeout() -> None:
     decision = decide(ran=1e6, limit=60, timeouts_left=0, has_checkpoint=False, asks_itself=True)
     assert decision.action is PreemptionAction.GO_ON
-
-
-def test_without_a_limit_nothing_is_a_timeout() -> None:
     decision = decide(ran=1e9, limit=0, timeouts_left=0, has_checkpoint=True, asks_itself=False)
     assert (decision.action, decision.timed_out) == (PreemptionAction.SAVE, False)
 
@@ -152,16 +149,13 @@ def test_each_rank_goes_on_from_its_own_state(paths: RunPaths) -> None:
     assert found[2].timeouts_left == 1
 
 
-def test_a_state_that_some_rank_could_not_write_counts_for_none(paths: RunPaths) -> None:
+def test_a_state_that_some_rank_could_not_write_or_the_running_attempts_own_counts_for_none(paths: RunPaths) -> None:
     save(paths, 0, 2, of=2)
     save(paths, 1, 1, of=2)
     assert [state(paths, rank).call.args for rank in range(2)] == [(0, 0), (0, 1)]  # type: ignore[union-attr]
-
-
-def test_the_running_attempts_own_state_is_not_the_past(paths: RunPaths) -> None:
-    save(paths, 1, 1, of=1)
-    assert state(paths, 0, before=1) is None
-    assert state(paths, 0, before=2) is not None
+    save(paths, 2, 1, of=1)
+    found = [state(paths, 0, before=before) for before in range(4)]
+    assert [item and item.call.args for item in found] == [None, (0, 0), (0, 0), (2, 0)]
 
 
 def test_what_is_older_than_the_state_in_use_is_removed(paths: RunPaths) -> None:

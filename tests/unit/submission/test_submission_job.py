@@ -203,6 +203,7 @@ def test_a_job_whose_files_are_not_seen_yet_is_waited_for(
 
 @pytest.mark.parametrize("state", ["CANCELLED", "NODE_FAIL", "TIMEOUT"])
 def test_what_slurm_ended_is_over_though_the_files_say_nothing(job: ElasticJob[Any], slurm: Slurm, state: str) -> None:
+    assert not job.done(), "it never began"
     attempt(job, 0, action="requeue")
     slurm.last = slurm.now = state
     assert job.done()
