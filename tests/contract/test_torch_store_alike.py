@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -247,6 +248,13 @@ def test_a_clone_is_the_same_store(open_store: Callable[[], Any]) -> None:
     store.set("k", "v")
     clone = store.clone()
     assert (clone.get("k"), clone.timeout, type(clone)) == (b"v", store.timeout, type(store))
+
+
+def test_a_store_of_ours_pickles(tmp_path: Path) -> None:
+    store = opener("prefixed FileSystemStore", tmp_path)()
+    store.set("k", "v")
+    copy = pickle.loads(pickle.dumps(store))
+    assert (copy.get("k"), copy.timeout, copy.has_extended_api()) == (b"v", timedelta(seconds=20), True)
 
 
 def test_a_barrier_of_torch_s_own(open_store: Callable[[], Any]) -> None:

@@ -215,13 +215,18 @@ def test_generators_without_a_seed_differ_between_workers(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text(
         "import random, numpy\nR, G, S = random.Random(), numpy.random.default_rng(), numpy.random.RandomState()\n"
     )
-    (tmp_path / "train.py").write_text("import mine; print(mine.R.random(), mine.G.random(), mine.S.rand())")
-    with Starter(tmp_path, preload=("mine",)) as starter:
+    (tmp_path / "train.py").write_text(
+        "import random, secrets, tempfile, uuid, mine, numpy, multiprocessing\n"
+        "print(mine.R.random(), mine.G.random(), mine.S.rand(), random.random(), numpy.random.rand(), uuid.uuid4(),\n"
+        "      secrets.token_hex(4), next(tempfile._get_candidate_names()), numpy.random.default_rng().random(),\n"
+        "      bytes(multiprocessing.current_process().authkey).hex())\n"
+    )
+    preload = ("mine", "random", "numpy", "tempfile", "multiprocessing.process")
+    with Starter(tmp_path, preload=preload) as starter:
         starter.ready()
         assert not starter.server.preload.left_out
         drawn = [finish(starter.fork()).stdout.split() for _ in range(3)]
-    for column in zip(*drawn, strict=True):
-        assert len(set(column)) == 3
+    assert [len(set(column)) for column in zip(*drawn, strict=True)] == [3] * 10
 
 
 @pytest.mark.torch

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,48 +90,6 @@ def test_restart_waits_for_room_on_the_disk(tmp_path: Path, filler: Path) -> Non
         (failed,) = run.events("worker_failed")
         assert failed["rank"] == 1
         assert run.events("node_lost") == []
-
-
-@pytest.mark.slow  # 19 s of CPU; the tests above have it without torch
-@pytest.mark.torch
-def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_waits_for_room(
-    ddp_run: Callable[..., LocalRun], tmp_path: Path, filler: Path
-) -> None:
-    """Its checkpoints are on another disk."""
-    checkpoint = tmp_path / "checkpoint.pt"
-
-    def saves() -> int:
-        return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-
-    with ddp_run("--steps", "200", "--step-seconds", "0.03", options=_FILES_ALONE) as run:
-        run.until(saves, "checkpoint")
-        fill_disk(filler)
-        for _ in range(2):
-            before = saves()
-            run.until(lambda before=before: saves() > before, "checkpoint on the other disk")
-        (pid,) = (pid for event in run.events("workers_started") if event["host"] == "node1" for pid in event["pids"])
-        os.kill(pid, signal.SIGKILL)
-        run.until(lambda: "the shared filesystem refused" in run.log(), "message about the full disk")
-        filler.unlink()
-        assert run.finish() == ExitCode.OK
-        assert {event["restarts_used"] for event in run.events("round_final")} == {0, 1}
-        assert run.log().count("ends at step 200") == 2
-        failed = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
-        assert [event["rank"] for event in failed] == [1]
-
-
-@pytest.mark.slow  # test_hygiene_wiped_store has it without torch
-@pytest.mark.torch
-def test_a_ddp_script_whose_run_directory_is_removed_is_ended(ddp_run: Callable[..., LocalRun], tmp_path: Path) -> None:
-    with ddp_run("--steps", "100000") as run:
-        run.until((tmp_path / "checkpoint.pt").exists, "checkpoint")
-        root = run.paths.root
-        assert run.uid, "kept for the look at what is left"
-        while root.exists():  # agents still write into it
-            shutil.rmtree(root, ignore_errors=True)
-        assert run.finish() == ExitCode.WORKERS_FAILED, "its agents end with 94"
-        assert f"the run's store {root}/attempt-000/store was removed while the run was in progress" in run.log()
-        run.check_nothing_left()
 
 
 def test_end_waits_for_room_on_the_disk(tmp_path: Path, filler: Path) -> None:

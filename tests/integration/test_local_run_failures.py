@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -45,33 +44,6 @@ def test_killed_worker_three_times_in_a_row(tmp_path: Path) -> None:
         last = attempt.rounds[-1]
         assert (status.round, status.outcome, status.reason) == (last.index, attempt.outcome, attempt.reason)
         assert status.restarts_used == attempt.rounds[-2].decision.restarts_used == 3  # type: ignore[union-attr]
-
-
-def test_same_exception_again_counts_as_a_bug_in_the_script(tmp_path: Path) -> None:
-    script = """
-    def deep(value):
-        raise ValueError(f"bad value {value}")
-
-    def train():
-        deep(RANK * 7)
-
-    tell("here")
-    others_in_round()
-    if RANK == 1:
-        train()
-    wait_for("never")
-    """
-    with LocalRun(tmp_path, script) as run:
-        assert run.finish() == ExitCode.NOT_RETRYABLE
-        assert {event["round"] for event in run.events("round_final")} == {0, 1}  # of the four that the budget allows
-        assert "bug in the script" in run.log()
-        failure = run.report()["verdict"]["failure"]
-        assert (failure["global_rank"], failure["host"], failure["exception_type"]) == (1, "node1", "ValueError")
-        text = run.attempt().report_text.read_text()
-        assert "Root Cause (first observed failure)" in text
-        for words in ("node1", "ValueError: bad value 7", "in deep", "in train"):
-            assert words in text, words
-        assert len(text.splitlines()) <= 40
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
@@ -121,24 +93,6 @@ def test_requeue_resumes_in_the_same_run_directory(tmp_path: Path) -> None:
         assert "attempt 0" in text
         assert "attempt 1" in text
         assert run.attempt(0).report_json.exists()
-
-
-def test_same_failure_in_the_next_attempt_ends_the_requeues(tmp_path: Path) -> None:
-    script = _MEET + "if RANK == 0: raise ValueError('always')\nwait_for('never')\n"
-    with LocalRun(tmp_path, script, options=["--max-restarts", "0", "--max-requeues", "5"]) as run:
-        assert run.finish() == ExitCode.WORKERS_FAILED
-        assert run.attempt(1).root.exists()
-        assert not run.attempt(2).root.exists()
-        assert "same failure, with no progress" in run.log()
-
-
-def test_one_of_two_workers_on_a_node_fails(tmp_path: Path) -> None:
-    script = _MEET + "if ROUND == 0:\n    if RANK == 2: os._exit(7)\n    wait_for('never')\n"
-    with LocalRun(tmp_path, script, nproc=2) as run:
-        assert run.finish() == ExitCode.OK
-        failed = run.events("worker_failed")
-        assert [(event["rank"], event["local_rank"], event["exitcode"]) for event in failed] == [(2, 0, 7)]
-        assert len(run.moments("here", round_index=1)) == 4
 
 
 def test_a_rank_that_ended_with_0_is_named_where_the_others_only_lost_it(tmp_path: Path) -> None:
@@ -203,24 +157,6 @@ def test_what_was_printed_first_is_the_cause_though_its_worker_lives_on(tmp_path
         assert 0 < failure["printed_ns"] < failure["stopped_ns"] < failure["ended_ns"]
         assert verdict["confidence"] in ("low", "tie")
         assert [one["global_rank"] for one in verdict["candidates"]] == [3]
-
-
-def test_torn_error_file_is_a_fact_not_the_end_of_the_agent(tmp_path: Path) -> None:
-    script = """
-    tell("here")
-    others_in_round()
-    if ROUND == 0 and RANK == 1:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            file.write('{"message": {"message": "half a')
-        sys.stderr.write("last words\\n")
-        os._exit(9)
-    """
-    with LocalRun(tmp_path, script) as run:
-        assert run.finish() == ExitCode.OK
-        (failed,) = run.events("worker_failed")
-        assert (failed["rank"], failed["exitcode"]) == (1, 9)
-        assert len(run.events("agent_started")) == 2
-        assert json.loads(run.rank(1).error_file.read_text())
 
 
 def test_script_that_is_not_there_any_more_is_not_tried_again(tmp_path: Path) -> None:

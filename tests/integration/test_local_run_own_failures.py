@@ -1,4 +1,4 @@
-"""What of this package fails itself, in a real run: told as that, and the run goes on."""
+"""What of this package fails itself or can not be had, in a real run: told as that, and no node is blamed."""
 
 from __future__ import annotations
 
@@ -113,3 +113,29 @@ def test_a_build_that_the_stop_broke_off_leaves_no_lock(tmp_path: Path) -> None:
         run.say("fail")
         assert run.finish() == 0
     assert f"removed the lock file {tmp_path}/extensions/fused/lock of a C++ extension's build" in run.log()
+
+
+def test_a_health_check_that_is_not_there_at_run_time_ends_the_run_and_blames_no_node(tmp_path: Path) -> None:
+    """It is there at submit: the first worker's round takes it away, as `module unload` may."""
+    check = tmp_path / "check.sh"
+    check.write_text("#!/bin/sh\nexit 0\n")
+    check.chmod(0o700)
+    script = f"""
+    import os
+    os.path.exists({str(check)!r}) and RANK == 0 and os.unlink({str(check)!r})
+    tell("here")
+    others_in_round()
+    raise SystemExit(3)
+    """
+    options = ["--health-check", str(check), "--max-requeues", "3"]
+    with LocalRun(tmp_path, script, options=options) as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert len(run.events("start_refused")) == 2
+        assert run.events("node_left") == run.events("health_check_failed") == []
+        assert {event["reason"] for event in run.events("start_refused")} == {
+            f"--health-check: cannot start '{check}': there is no such file (looked from '{tmp_path}')"
+        }
+        text = " ".join(run.attempt().report_text.read_text().split())
+        assert "train.py FAILED (exit code 93)" in text
+        assert "did without : node node0 refused to start: --health-check: cannot start" in text
+        assert run.events("attempt_requeued") == []

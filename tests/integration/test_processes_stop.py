@@ -9,70 +9,40 @@ import pytest
 
 from tests.rigs.agent_stand_in import run_stand_in
 
-
-def test_workers_that_end_on_term_are_gone_at_once() -> None:
-    facts = run_stand_in(
-        """
-        workers = [start(ENDS_ON_TERM) for _ in range(4)]
-        for worker in workers:
-            read_line(worker.stdout_fd)
-        result = stop_group(workers)
-        report(codes=[result.exits[w.pid].exitcode for w in workers], killed=result.killed, left=len(result.left),
-               seconds=result.seconds, children=tree.children(os.getpid()))
-        """
-    )
-    assert facts["codes"] == [-15] * 4
-    assert facts["killed"] == facts["left"] == 0
-    assert facts["children"] == []
-    assert facts["seconds"] < 10, "the grace is 30 s"
+DAEMON_THAT_HEEDS_TERM = """
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+time.sleep(600)
+"""
 
 
-def test_worker_that_ignores_term_is_killed_after_the_grace() -> None:
-    facts = run_stand_in(
-        """
-        worker = start(IGNORES_TERM)
-        read_line(worker.stdout_fd)
-        result = stop_group([worker], grace=0.5)
-        report(code=result.exits[worker.pid].exitcode, killed=result.killed, seconds=result.seconds)
-        """
-    )
-    assert facts["code"] == -9
-    assert facts["killed"] == 1
-    assert 0.5 <= facts["seconds"] < 10
-
-
-@pytest.mark.parametrize("behaviour", ["FORKS_AND_EXITS", "DAEMON"])
-def test_what_a_worker_left_behind_is_ended(behaviour: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "grace", "exitcode", "killed"),
+    [
+        pytest.param("ENDS_ON_TERM", 30, -15, 0, id="who ends on TERM is gone at once"),
+        pytest.param("IGNORES_TERM", 0.5, -9, 1, id="who ignores TERM is killed after the grace"),
+        pytest.param("FORKS_AND_EXITS", 0.5, 0, 1, id="what a worker left behind is ended"),
+        pytest.param("DAEMON", 0.5, -15, 1, id="so is a daemon"),
+        pytest.param(repr(DAEMON_THAT_HEEDS_TERM), 30, -15, 0, id="a daemon that heeds TERM needs no kill"),
+    ],
+)
+def test_a_group_is_stopped_with_all_that_it_started(code: str, grace: float, exitcode: int, killed: int) -> None:
     facts = run_stand_in(
         f"""
-        worker = start({behaviour})
-        stray = int(read_line(worker.stdout_fd))
-        assert is_alive(stray)
-        result = stop_group([worker], grace=0.3)
-        report(alive=is_alive(stray), left=len(result.left), killed=result.killed, children=tree.children(os.getpid()))
+        workers = [start({code}) for _ in range(2)]
+        said = [read_line(worker.stdout_fd) for worker in workers]
+        strays = [int(word) for word in said if word.isdigit()]
+        assert all(map(is_alive, strays))
+        result = stop_group(workers, grace={grace})
+        report(codes=[result.exits[w.pid].exitcode for w in workers], killed=result.killed, left=len(result.left),
+               alive=any(map(is_alive, strays)), children=tree.children(os.getpid()), seconds=result.seconds)
         """
     )
-    assert facts == {"alive": False, "left": 0, "killed": 1, "children": []}
-
-
-def test_daemon_that_listens_to_term_needs_no_kill() -> None:
-    facts = run_stand_in(
-        """
-        worker = start('''
-            if os.fork() == 0:
-                os.setsid()
-                print(os.getpid(), flush=True)
-                time.sleep(600)
-            time.sleep(600)
-        ''')
-        daemon = int(read_line(worker.stdout_fd))
-        result = stop_group([worker])
-        report(alive=is_alive(daemon), killed=result.killed, seconds=result.seconds)
-        """
-    )
-    assert not facts["alive"]
-    assert facts["killed"] == 0
-    assert facts["seconds"] < 15, "the grace is 30 s"
+    seconds = facts.pop("seconds")
+    assert facts == {"codes": [exitcode] * 2, "killed": 2 * killed, "left": 0, "alive": False, "children": []}
+    assert (0.5 if killed else 0.0) <= seconds < 10, "the grace is 30 s where nobody is killed"
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "os.killpg(0, signal.SIGSTOP)"])
@@ -151,14 +121,12 @@ def test_one_that_sigkill_does_not_end_is_reported_and_left() -> None:
         exits = sorted(s.exitcode for s in result.exits.values())
         really_kill_it(stuck, 9)
         until(lambda: workers[0].release())
-        report(first=first, exits=exits, seconds=result.seconds, again=len(again.left), again_seconds=again.seconds)
+        report(first=first, exits=exits, again=len(again.left),
+               bounded=[0.5 <= result.seconds < 4, again.seconds < 4])  # it is 5 s where none is given
         """
     )
-    assert facts["first"] == [[True, "it did not end on SIGKILL"]]
-    assert facts["exits"] == [-9]
-    assert 0.5 <= facts["seconds"] < 4, "the bound is 5 s where none is given"
-    assert facts["again"] == 0
-    assert facts["again_seconds"] < 4
+    first = [[True, "it did not end on SIGKILL"]]
+    assert facts == {"first": first, "exits": [-9], "again": 0, "bounded": [True, True]}
 
 
 def test_a_kill_cuts_the_grace_short() -> None:

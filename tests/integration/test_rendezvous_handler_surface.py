@@ -23,7 +23,7 @@ from hpc_elastic.base import files
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous import handler, handler_config
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler, Membership
-from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
+from hpc_elastic.rendezvous.handler_config import config_from_keys, config_from_url
 from hpc_elastic.rendezvous.membership import RecordLog
 from hpc_elastic.rendezvous.state import (
     RendezvousClosedError,
@@ -301,14 +301,6 @@ def test_a_real_timeout_pickles_and_names_who_did_not_come_again(rig: HandlerRig
 # -- ids and extra data
 
 
-def test_the_same_id_under_another_prefix_is_another_run(rig: HandlerRig) -> None:
-    config = HandlerConfig(directory=str(rig.folder), run_id="run", min_nodes=1, max_nodes=1)
-    one, other = (FileRendezvousHandler(replace(config, prefix=prefix)) for prefix in ("", "/torchelastic/p2p"))
-    one.set_closed()
-    assert one.is_closed()
-    assert not other.is_closed()
-
-
 # -- docs
 
 
@@ -354,13 +346,39 @@ def test_the_docs_tell_the_defaults() -> None:
                 assert said == (f"{default:g}" if default is not True else "on"), key
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "`setup`", "`joinable`", "`frozen`", "`final`", "`closed`", "versions", "participants", "keep-alives",
-        "renewal", "waiting", "/torchelastic/p2p", "2379", "`protocol`", "`cacert`", "`cert`", "`key`", "5 s", "10 s",
-        "7200 s",
-    ],
-)  # fmt: skip
-def test_whoever_comes_from_etcd_finds_each_word(word: str) -> None:
-    assert any(word in head and text for head, text in items("If you know etcd's")), f"no item says {word}"
+OF_ETCD = (
+    *("`setup`", "`joinable`", "`frozen`", "`final`", "`closed`", "versions", "participants", "keep-alives", "renewal"),
+    *("waiting", "/torchelastic/p2p", "2379", "`protocol`", "`cacert`", "`cert`", "`key`", "5 s", "10 s", "7200 s"),
+)
+
+
+def test_whoever_comes_from_etcd_finds_each_word() -> None:
+    known = [head for head, text in items("If you know etcd's") if text]
+    assert [word for word in OF_ETCD if not any(word in head for head in known)] == []
+
+
+def test_a_node_that_only_waits_takes_over(rig: HandlerRig) -> None:
+    one = rig.make(1, 1)
+    rig.meet(one)
+    waiting = rig.start(rig.make(1, 1))
+    until(lambda: one.num_nodes_waiting() == 1)
+    assert one.shutdown()
+    assert waiting.result(30).world_size == 1
+
+
+def test_nodes_that_gave_up_are_not_waited_for(rig: HandlerRig) -> None:
+    with pytest.raises(RendezvousTimeoutError):
+        rig.make(2, timeout=0.5).next_rendezvous()
+    rounds = rig.meet(rig.make(2), rig.make(2))
+    assert {found.world_size for found in rounds} == {2}
+
+
+def test_nodes_that_leave_one_by_one_close_it_too(rig: HandlerRig) -> None:
+    one, other = rig.make(1, 2, last_call_timeout=5.0), rig.make(1, 2, last_call_timeout=5.0)
+    rig.meet(one, other)
+    assert one.shutdown()
+    until(other.round_is_over)
+    assert not other.is_closed()
+    assert rig.meet(other)[0].world_size == 1
+    assert other.shutdown()
+    assert other.is_closed()

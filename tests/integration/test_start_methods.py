@@ -301,31 +301,6 @@ def test_multiprocessing_of_its_own_works_by_every_method(tmp_path: Path) -> Non
     assert forked.status.exitcode == 0
 
 
-def test_no_two_workers_draw_the_same_numbers(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import random, secrets, tempfile, uuid, numpy, multiprocessing\n"
-        "print(random.random(), numpy.random.rand(), uuid.uuid4(), secrets.token_hex(4),\n"
-        "      next(tempfile._get_candidate_names()), numpy.random.default_rng().random(),\n"
-        "      bytes(multiprocessing.current_process().authkey).hex())\n"
-    )
-    with Starter(tmp_path, preload=("random", "numpy", "tempfile", "multiprocessing.process")) as starter:
-        starter.ready()
-        drawn = [finish(starter.fork()).stdout.split() for _ in range(3)]
-    assert all(len(column) == 7 for column in drawn), drawn
-    for column in zip(*drawn, strict=True):
-        assert len(set(column)) == 3
-
-
-def test_a_seed_that_is_asked_for_gives_the_same_numbers(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import random, numpy; random.seed(7); numpy.random.seed(7); print(random.random(), numpy.random.rand())\n"
-    )
-    with Starter(tmp_path, preload=("random", "numpy")) as starter:
-        starter.ready()
-        fresh, forked = starter.both()
-    assert fresh.stdout == forked.stdout != ""
-
-
 def test_the_worker_is_the_agents_child_and_its_imports_are_there(tmp_path: Path) -> None:
     import os
 

@@ -17,52 +17,6 @@ from tests.rigs.nfs_emulator import NfsEmulator
 pytestmark = pytest.mark.torch
 
 # Its own process: the one that runs the tests stays free of torch.
-_SEMANTICS = """
-import pickle, sys
-from datetime import timedelta
-import torch.distributed as dist
-from hpc_elastic.pytorch.file_system_store import FileSystemStore
-
-def raises(kind, call):
-    try:
-        call()
-    except kind:
-        return True
-    return False
-
-root = sys.argv[1]
-ours = FileSystemStore(root, timeout=timedelta(seconds=30))
-assert ours.timeout == timedelta(seconds=30) and ours.has_extended_api()
-for store in (ours, dist.PrefixStore("torch's", ours), ours.prefixed("own"), ours.prefixed("own").clone()):
-    store.set("text", "v\\u00fc"); store.set("bytes", b"\\xff\\x00")
-    assert store.get("text") == "v\\u00fc".encode() and store.get("bytes") == b"\\xff\\x00"
-    start = store.add("count", 2)
-    assert store.add("count", 3) == start + 3 and store.get("count") == b"%d" % (start + 3)
-    assert store.compare_set("cas", "none", "x") in (b"none", b"b")
-    store.compare_set("cas", "", "a"); store.compare_set("cas", "a", "b")
-    assert store.get("cas") == b"b"
-    store.multi_set(["m1", "m2"], ["1", "2"])
-    assert store.multi_get(["m1", "m2"]) == [b"1", b"2"]
-    store.set("long", ""); store.append("long", "a"); store.append("long", "b")
-    assert store.get("long") == b"ab"
-    assert store.check(["text", "count"]) and not store.check(["text", "nothing"])
-    store.wait(["text"]); store.wait(["text"], timedelta(seconds=1))
-    assert raises(dist.DistStoreError, lambda: store.wait(["nothing"], timedelta(seconds=0.05)))
-    store.set_timeout(timedelta(seconds=0.05))
-    assert raises(dist.DistStoreError, lambda: store.get("nothing"))
-    store.set_timeout(timedelta(seconds=30))
-    if isinstance(store, dist.PrefixStore):
-        assert store.underlying_store.get("torch's/text") == "v\\u00fc".encode()
-        continue  # what it does not hand on: tests/contract/test_torch_store_alike.py
-    before = store.num_keys()
-    assert store.delete_key("text") and not store.delete_key("text") and store.num_keys() == before - 1
-    assert "m1" in store.list_keys()
-assert ours.prefixed("own").get("m1") == ours.get("own/m1") == b"1"
-copy = pickle.loads(pickle.dumps(ours.prefixed("own")))
-assert copy.get("m2") == b"2" and copy.timeout == timedelta(seconds=30)
-print("held")
-"""
-
 _RANK = """
 import gc, sys
 from datetime import timedelta
@@ -87,14 +41,6 @@ for group in (None, dist.new_group()):
 dist.destroy_process_group()
 print("held")
 """
-
-
-def test_every_method_alone_and_behind_a_prefix(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SEMANTICS, str(tmp_path / "store")], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["held"]
 
 
 @pytest.fixture(params=["one folder", "two mounts"])
