@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.failures.classify import category_of, classify, signal_name, signal_of
+from hpc_elastic.base.text import size_text
+from hpc_elastic.failures.classify import asked_bytes, category_of, classify, signal_name, signal_of
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.patterns import PATTERNS, find_pattern
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from tests.rigs.described import described
+from tests.rigs.described import described, traceback_in
 
 # Captured from click 8.5, rich-click 1.9, typer 0.29, fire 0.7, absl 2.5, hydra 1.3.8, tyro 1.0, cyclopts 5.4,
 # docopt 0.6.
@@ -40,22 +41,16 @@ def describe(name: str, exitcode: int, tmp_path: Path) -> WorkerFailure:
 
 @pytest.mark.parametrize("case", CASES, ids=[case["file"].removesuffix(".txt") for case in CASES])
 def test_real_words(case: dict[str, Any], tmp_path: Path) -> None:
-    failure = describe(case["file"], case["exitcode"], tmp_path)
-    assert case["reason"] in failure.reason
-    wanted = {key: case[key] for key in ("failure_class", "category", "retryable", "node_suspect")}
-    assert {key: getattr(failure, key) for key in wanted} == wanted
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case["file"].removesuffix(".txt") for case in CASES])
-def test_real_words_after_an_hour_of_training(case: dict[str, Any], tmp_path: Path) -> None:
-    """The same at the end of a long log, with faulthandler's dump of all threads after what ended in SIGABRT."""
+    """Alone, and at the end of a long log, with faulthandler's dump of all threads after what ended in SIGABRT."""
     text = "loss 0.25, step 17\n" * 10_000 + (DATA / case["file"]).read_text()
     if case["exitcode"] == -6:
         thread = "Thread 0x00007f1542893b90 (most recent call first):\n" + '  File "/u/t.py", line 3 in wait\n' * 12
         text += f"Fatal Python error: Aborted\n\n{thread * 40}"
-    failure = described(tmp_path, text, exitcode=case["exitcode"], ended_ns=1)
-    assert case["reason"] in failure.reason
-    assert failure.failure_class == case["failure_class"]
+    after_an_hour = described(tmp_path, text, exitcode=case["exitcode"], ended_ns=1)
+    wanted = {key: case[key] for key in ("failure_class", "category", "retryable", "node_suspect")}
+    for failure in (describe(case["file"], case["exitcode"], tmp_path), after_an_hour):
+        assert case["reason"] in failure.reason
+        assert {key: getattr(failure, key) for key in wanted} == wanted
 
 
 def test_the_line_by_which_a_library_ended_the_process_is_the_message(tmp_path: Path) -> None:
@@ -64,11 +59,8 @@ def test_the_line_by_which_a_library_ended_the_process_is_the_message(tmp_path: 
     assert failure.message.endswith("(SIGABRT)")
     assert "watchdog got stuck for 600 seconds" in failure.message
     assert "Heartbeat monitor timed out!" in failure.stderr_tail
-
-
-def test_the_whole_text_of_a_cpp_exception_is_the_message(tmp_path: Path) -> None:
     failure = describe("nccl-ib-no-answer.txt", -6, tmp_path)
-    assert failure.message.endswith("with error 12, opcode 0, len 0, vendor err 129")
+    assert failure.message.endswith("with error 12, opcode 0, len 0, vendor err 129"), "all of a C++ exception's text"
     assert failure.headline.startswith("std::runtime_error: NCCL error: remote process exited")
     assert "frame #0" not in describe("nccl-timeout-watchdog.txt", -6, tmp_path).message
 
@@ -79,19 +71,6 @@ def test_every_captured_text_is_tried_and_has_a_source() -> None:
         assert re.search(r"[\w.-]+/[\w.-]+#\d+|torch 2\.13|the same|in that run", case["source"]), case
 
 
-def test_what_must_not_be_treated_alike_is_not(tmp_path: Path) -> None:
-    names = (
-        "cuda-out-of-memory-torch-2.6", "cuda-device-side-assert", "cuda-ecc", "nccl-timeout-torch-2.6",
-        "cuda-no-kernel-image", "nccl-ib-catastrophic", "nccl-shm-full", "cuda-illegal-access-watchdog",
-    )  # fmt: skip
-    told = {}
-    for name in names:
-        case = next(case for case in CASES if case["file"] == f"{name}.txt")
-        failure = describe(case["file"], case["exitcode"], tmp_path)
-        told[name] = failure.reason
-    assert len(set(told.values())) == len(names), told
-
-
 def test_every_row_of_the_table_can_be_reached() -> None:
     """A row whose words all stand in an earlier row's would never be told."""
     for at, row in enumerate(PATTERNS):
@@ -100,38 +79,37 @@ def test_every_row_of_the_table_can_be_reached() -> None:
         assert all(words == words.lower() for words in row.any_of)
 
 
+NO_ROW = "no row of the table"
+OLD_DRIVER = "does not fit its libraries"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("xid (pci:0000:01:00): 45, x\nXid (PCI:0000:02:00): 79, GPU", "Xid 79"),
+        ("xid (pci:0000:01:00): 45, x\nXid (PCI:0000:02:00): 79, GPU", "Xid 79"),  # the most telling one
         ("NVRM: Xid (0000:03:00): 14, Channel 00000001", "Xid 14: an error of the GPU or its driver"),
-        ("NVRM: Xid (PCI:0000:01:00): 999999, what", ""),
-    ],
-)
-def test_the_most_telling_xid(text: str, says: str) -> None:
-    found = find_pattern(text)
-    assert says in (found.says if found is not None else "")
-    assert (found is not None) == bool(says)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+        ("NVRM: Xid (PCI:0000:01:00): 999999, what", NO_ROW),
         ("RuntimeError: CUDA driver error: out of memory", "the GPU's memory is full"),
         ("RuntimeError: Triton Error [CUDA]: out of memory", "the GPU's memory is full"),
-        ("Failed to initialize NVML: Driver/library version mismatch", "does not fit its libraries"),
-        ("Error 804: forward compatibility was attempted on non supported HW", "does not fit its libraries"),
+        ("Failed to initialize NVML: Driver/library version mismatch", OLD_DRIVER),
+        ("Error 804: forward compatibility was attempted on non supported HW", OLD_DRIVER),
         ("The NVIDIA driver on your system is too old (found version 11040).", "too old for this torch"),
         (
             "Cuda failure 700 'an illegal memory access was encountered'\nNCCL WARN Failed to CUDA calloc 8 bytes",
             "touched memory that is not its own",
         ),
+        ("OSError: [Errno 24] Too many open files: 'x'", "may open no more files (ulimit -n)"),
+        ("OSError: received 0 items of ancdata", "may open no more files (ulimit -n)"),
+        # A star stays within a line and 200 characters.
+        ("TCPStore(host): the client timed out", ""),
+        ("TCPStore(host)\nthe client timed out", NO_ROW),
+        (f"TCPStore({'x' * 300}) timed out", NO_ROW),
+        (f"TCPStore({'x' * 300}) TCPStore timed out", ""),
     ],
 )
-def test_what_cuda_says_of_memory_and_of_its_driver(text: str, says: str) -> None:
+def test_the_row_that_a_text_finds(text: str, says: str) -> None:
     found = find_pattern(text)
-    assert found is not None
-    assert says in found.says
+    assert says in (found.says if found is not None else NO_ROW)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +129,6 @@ def test_how_torchs_second_nccl_group_ends_a_process(due_to: str, says: str, tmp
     failure = described(tmp_path, text, exitcode=-6, ended_ns=1)
     assert says in failure.reason
     assert failure.failure_class == ("root" if "cuda" in due_to else "symptom")
-
-
-def test_a_star_stays_within_a_line_and_200_characters() -> None:
-    assert find_pattern("TCPStore(host): the client timed out") is not None
-    assert find_pattern("TCPStore(host)\nthe client timed out") is None
-    assert find_pattern(f"TCPStore({'x' * 300}) timed out") is None
-    assert find_pattern(f"TCPStore({'x' * 300}) TCPStore timed out") is not None
-
-
-@pytest.mark.parametrize("message", ["[Errno 24] Too many open files: 'x'", "received 0 items of ancdata"])
-def test_a_process_without_descriptors(message: str) -> None:
-    assert "may open no more files (ulimit -n)" in exception("OSError", message).reason
 
 
 @pytest.mark.parametrize(
@@ -237,12 +203,6 @@ def test_the_class_of_an_exception(failure_class: FailureClass, kind: str, messa
     assert (found.failure_class, found.category, found.retryable) == (failure_class, category, True)
 
 
-def test_the_cause_of_an_exception_counts_too() -> None:
-    closed = RaisedException(exception_type="RuntimeError", message="[pair.cc:1] Connection closed by peer")
-    found = exception("RuntimeError", "training failed", earlier=[closed])
-    assert found.failure_class is SYMPTOM
-
-
 def test_a_long_message_is_searched_at_both_ends() -> None:
     filler = "x" * 1_000_000
     for message in (f"{filler} Connection closed by peer", f"Connection closed by peer {filler}"):
@@ -280,13 +240,8 @@ def test_what_the_agent_ended_is_no_failure_of_the_worker(exitcode: int) -> None
     found = classify(WorkerFailure(exitcode=exitcode, stopped_by_agent=True))
     assert found.failure_class is FailureClass.STOPPED_BY_US
     assert classify(WorkerFailure(exitcode=exitcode)).failure_class is not FailureClass.STOPPED_BY_US
-
-
-@pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", ""])
-def test_an_exit_on_request_is_no_failure_either(kind: str) -> None:
-    chain = [raised(kind)] if kind else []
-    found = classify(WorkerFailure(exitcode=1, stopped_by_agent=True), chain=chain)
-    assert found.failure_class is FailureClass.STOPPED_BY_US
+    for kind in ("SystemExit", "KeyboardInterrupt"):  # an exit on request
+        assert exception(kind, exitcode=1, stopped_by_agent=True).failure_class is FailureClass.STOPPED_BY_US
 
 
 @pytest.mark.parametrize(
@@ -475,3 +430,125 @@ def test_a_wrong_call_has_the_librarys_own_message(
 ) -> None:
     failure = described(tmp_path, stderr, stdout, exitcode=exitcode, global_rank=0)
     assert (failure.headline, failure.category, failure.retryable) == (headline, Category.INPUT, False)
+
+
+# -- exceptions that a stop itself provokes are the cause of nothing; others of a stopped worker are
+
+HANDLER = """\
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "/home/ann/train.py", line 9, in <module>
+[rank2]:     time.sleep(8)
+[rank2]:   File "/home/ann/train.py", line 5, in on_term
+[rank2]:     raise Stop('asked to end')
+[rank2]: Stop: asked to end
+"""
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        (raised("lightning.pytorch.utilities.exceptions.SIGTERMException"),),
+        (raised("RuntimeError", "received SIGTERM, saving"),),
+        (raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Terminated."),),
+        (raised("OSError", "[Errno 2] … 'lock'"), raised("SystemExit", "143")),
+        (raised("FileNotFoundError", "x"), raised("KeyboardInterrupt")),
+        traceback_in(HANDLER).chain,  # the line of the frame above it did not call it
+    ],
+    ids=["lightning", "text", "loader", "cleanup", "interrupt", "handler"],
+)
+def test_stop_noise(chain: tuple[RaisedException, ...]) -> None:
+    stopped = WorkerFailure(exitcode=1, stopped_by_agent=True)
+    assert classify(stopped, chain=chain).failure_class is FailureClass.STOPPED_BY_US
+    assert classify(WorkerFailure(exitcode=1), chain=chain).failure_class is not FailureClass.STOPPED_BY_US
+
+
+def test_what_a_function_of_the_script_raised_before_the_stop_is_its_own() -> None:
+    called = HANDLER.replace("[rank2]: ", "").replace("time.sleep(8)", "on_term(loss)")
+    stopped = WorkerFailure(exitcode=1, stopped_by_agent=True)
+    assert classify(stopped, chain=traceback_in(called).chain).failure_class is ROOT
+
+
+# -- numbers against facts: what was asked for, and what there is (texts of torch 2.13 and numpy 2.4)
+
+GIB = 1 << 30
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "{count} bytes. Error code 12 (Cannot allocate memory)"
+)
+NUMPY = "Unable to allocate {size} for an array with shape (10000000000000,) and data type float64"
+GPU = (
+    "CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 79.10 GiB of which 40.00 GiB is free."
+)
+NUMPY_ERROR, TORCH_ERROR = "numpy._core._exceptions._ArrayMemoryError", "torch.OutOfMemoryError"
+
+
+def judged(
+    kind: str, message: str, file: str = "/home/ann/train.py", *, node_bytes: int = 64 * GIB, overcommits: bool = False
+) -> WorkerFailure:
+    chain = [raised(kind, message, file=file, source="x = make(n)")]
+    return classify(WorkerFailure(exitcode=1), chain=chain, node_bytes=node_bytes, overcommits=overcommits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        pytest.param("RuntimeError", CPU.format(count=40_000_000_000_000), id="torch"),
+        pytest.param(NUMPY_ERROR, NUMPY.format(size="72.8 TiB"), id="numpy"),
+        pytest.param(TORCH_ERROR, GPU.format(size="372529.03 GiB"), id="cuda"),
+    ],
+)
+def test_more_than_there_is_at_all_is_a_bug(kind: str, message: str) -> None:
+    found = judged(kind, message)
+    assert (found.failure_class, found.category) == (ROOT, Category.WORKER)
+    assert found.reason.startswith("one allocation of ")
+
+
+def test_what_the_node_could_have_had_is_its_full_memory() -> None:
+    assert judged("RuntimeError", CPU.format(count=4_000_000_000)).failure_class is INFRASTRUCTURE
+    assert judged(NUMPY_ERROR, NUMPY.format(size="7.45 GiB")).reason == "the node's memory is full"
+    assert judged(TORCH_ERROR, GPU.format(size="2.00 GiB")).reason == "the GPU's memory is full"
+    limited = judged("RuntimeError", CPU.format(count=4_000_000_000), overcommits=True)
+    assert (limited.failure_class, limited.category) == (ROOT, Category.WORKER)
+    assert "a limit of the process" in limited.reason
+    unknown = judged("RuntimeError", CPU.format(count=40_000_000_000_000), node_bytes=0)
+    assert unknown.failure_class is INFRASTRUCTURE
+
+
+FULL, STDLIB = "[Errno 28] No space left on device", "/usr/lib/python3.11/multiprocessing/synchronize.py"
+SHM = "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
+SERIALIZATION = f"{TORCH}/serialization.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "file", "reason"),
+    [
+        ("OSError", FULL, STDLIB, "/dev/shm is full"),
+        ("OSError", f"{FULL}: '/dev/shm/cache.bin'", "", "/dev/shm is full"),
+        ("RuntimeError", SHM, "", "/dev/shm is full"),
+        ("OSError", f"{FULL}: '/scratch/x.pt'", "", "a disk or a quota is full"),
+        ("RuntimeError", "basic_ios::clear: iostream error", SERIALIZATION, "could not be written"),
+        (
+            "RuntimeError",
+            "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+            SERIALIZATION,
+            "could not be written",
+        ),
+    ],
+)
+def test_shared_memory_that_is_too_small_is_no_full_disk(kind: str, message: str, file: str, reason: str) -> None:
+    found = judged(kind, message, file or "/home/ann/train.py")
+    assert found.failure_class is INFRASTRUCTURE
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("you tried to allocate 100 bytes.", 100),
+        ("Tried to allocate 20.00 MiB.", 20 << 20),
+        ("tried to allocate much", None),
+    ],
+)
+def test_how_much_was_asked_for(text: str, size: int | None) -> None:
+    assert asked_bytes(text) == size
+    assert [size_text(n) for n in (5, 36 << 40, 1536)] == ["5 B", "36.0 TiB", "1.5 KiB"]

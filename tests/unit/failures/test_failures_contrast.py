@@ -37,47 +37,46 @@ def lost_peer(rank: int) -> WorkerFailure:
     return make_failure(rank, at=1.2, exception=f"RuntimeError: {GLOO.format(rank=2)}", per_node=2)
 
 
+VOCABULARY = "FileNotFoundError: [Errno 2] No such file or directory: '/opt/data/vocab.txt'"
+OWN_FILE = "FileNotFoundError: [Errno 2] No such file: '/data/{}'"
+
+
 @pytest.mark.parametrize(
-    ("what", "found", "apart"),
+    ("found", "apart"),
     [
-        ("one node", failures(2, 3), (1,)),
-        ("two of four nodes", failures(2, 3, 6, 7), (1, 3)),
-        ("all nodes", failures(*range(8)), ()),
-        ("three of four nodes", failures(*range(6)), ()),
-        ("one of a node's two workers", failures(2), ()),
-        ("one rank elsewhere too", failures(2, 3, 4), ()),
-        ("the others had no time", failures(2, 3, waited=0.1), ()),
-        ("the others had no time, but were further", [*failures(2, 3, waited=0.0), *map(lost_peer, (0, 4, 6))], (1,)),
-        ("one node's workers may not have come so far", [*failures(2, 3, waited=0.0), *map(lost_peer, (0, 4))], ()),
-        ("an error that follows from no node", failures(2, 3, exception="ValueError: bad batch"), ()),
-        ("a syntax error", failures(2, 3, exception="SyntaxError: invalid syntax"), ()),
-        ("nothing", [], ()),
+        pytest.param(failures(2, 3), (1,), id="one node"),
+        pytest.param(failures(2, 3, 6, 7), (1, 3), id="two of four nodes"),
+        pytest.param(
+            [*failures(2, 3), *failures(6, 7, exception=VOCABULARY)], (1, 3), id="each of two by a fact of its own"
+        ),
+        pytest.param(
+            [each for rank in (2, 3) for each in failures(rank, exception=OWN_FILE.format(rank))],
+            (1,),
+            id="a file of each rank",
+        ),
+        pytest.param(failures(*range(8)), (), id="all nodes"),
+        pytest.param(failures(*range(6)), (), id="three of four nodes"),
+        pytest.param(failures(2), (), id="one of a node's two workers"),
+        pytest.param(failures(2, 3, 4), (), id="one rank elsewhere too"),
+        pytest.param(failures(2, 3, waited=0.1), (), id="the others had no time"),
+        pytest.param(
+            [*failures(2, 3, waited=0.0), *map(lost_peer, (0, 4, 6))],
+            (1,),
+            id="the others had no time, but were further",
+        ),
+        pytest.param(
+            [*failures(2, 3, waited=0.0), *map(lost_peer, (0, 4))], (), id="one node's workers may not have come so far"
+        ),
+        pytest.param(failures(2, 3, exception="ValueError: bad batch"), (), id="an error that follows from no node"),
+        pytest.param(failures(2, 3, exception="SyntaxError: invalid syntax"), (), id="a syntax error"),
+        pytest.param([], (), id="nothing"),
     ],
 )
-def test_which_nodes_are_apart(what: str, found: list[WorkerFailure], apart: tuple[int, ...]) -> None:
-    assert apart_in_round(found, WORKERS) == apart, what
-
-
-def test_one_node_alone_is_contrasted_with_nothing() -> None:
-    assert apart_in_round(failures(0, 1), {0: 2}) == ()
-
-
-def test_a_file_of_each_rank_is_one_failure() -> None:
-    found = [
-        replace(
-            make_failure(
-                rank, at=1.0, exception=f"FileNotFoundError: [Errno 2] No such file: '/data/{rank}'", per_node=2
-            ),
-            waited=1.0,
-        )
-        for rank in (2, 3)
-    ]
-    assert apart_in_round(found, WORKERS) == (1,)
-
-
-def test_two_different_things_that_are_missing_on_two_nodes_are_two_facts() -> None:
-    other = failures(6, 7, exception="FileNotFoundError: [Errno 2] No such file or directory: '/opt/data/vocab.txt'")
-    assert apart_in_round([*failures(2, 3), *other], WORKERS) == (1, 3)
+def test_which_nodes_are_apart(found: list[WorkerFailure], apart: tuple[int, ...]) -> None:
+    assert apart_in_round(found, WORKERS) == apart_in_round(found[::-1], WORKERS) == apart
+    assert apart_in_round(failures(0, 1), {0: 2}) == (), "one node alone is contrasted with nothing"
+    one = NodeFailures(node=1, workers=1, alike=1, fingerprint="F", waited=1.0)
+    assert nodes_apart([NodeFailures(node=3, workers=1), one, NodeFailures(node=0, workers=1)]) == (1,)
 
 
 def test_a_worker_that_was_stopped_shows_nothing() -> None:
@@ -103,15 +102,6 @@ def test_a_worker_that_was_stopped_shows_nothing() -> None:
 )
 def test_what_a_node_may_lack(failure: WorkerFailure, may_be: bool) -> None:
     assert may_be_of_node(failure) is may_be
-
-
-def test_the_order_of_nodes_does_not_matter() -> None:
-    nodes = [
-        NodeFailures(node=3, workers=1),
-        NodeFailures(node=1, workers=1, alike=1, fingerprint="F", waited=1.0),
-        NodeFailures(node=0, workers=1),
-    ]
-    assert nodes_apart(nodes) == nodes_apart(nodes[::-1]) == (1,)
 
 
 @pytest.mark.parametrize(("age", "moment"), [(0.2, 1.0), (3.0, 3.0), (5.0, 5.0), (50.0, 5.0), (3600.0, 1.0)])

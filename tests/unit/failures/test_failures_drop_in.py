@@ -22,8 +22,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import hpc_elastic.failures
+from hpc_elastic.failures.evidence import write_evidence
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.option_values import Std, parse_std_streams
 
 OURS, TORCH = "hpc_elastic.failures", "torch.distributed.elastic.multiprocessing.errors"
@@ -99,28 +102,19 @@ def test_every_public_name_of_torchs_is_here() -> None:
     for name in ours.errors.__all__:
         assert name in dir(ours.errors)
         assert getattr(ours.errors, name).__name__ == name
+    assert not hasattr(ours.errors, "nothing_like_that")
+
+
+_HANDLER = "initialize record_exception dump_error_file override_error_code_in_rootcause_data _get_error_file_path"
+_CALLABLES = [
+    *("record", "get_error_handler", *(f"ErrorHandler.{name}" for name in (*_HANDLER.split(), "_write_error_file"))),
+    *("ProcessFailure", "ProcessFailure.signal_name", "ProcessFailure.timestamp_isoformat"),
+    *("ChildFailedError", "ChildFailedError.get_first_failure", "ChildFailedError.format_msg"),
+]
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    "path",
-    [
-        "record",
-        "get_error_handler",
-        "ErrorHandler.initialize",
-        "ErrorHandler.record_exception",
-        "ErrorHandler.dump_error_file",
-        "ErrorHandler.override_error_code_in_rootcause_data",
-        "ErrorHandler._get_error_file_path",
-        "ErrorHandler._write_error_file",
-        "ProcessFailure",
-        "ProcessFailure.signal_name",
-        "ProcessFailure.timestamp_isoformat",
-        "ChildFailedError",
-        "ChildFailedError.get_first_failure",
-        "ChildFailedError.format_msg",
-    ],
-)
+@pytest.mark.parametrize("path", _CALLABLES)
 def test_every_parameter_has_torchs_name_place_and_default(path: str) -> None:
     signatures = []
     for name in (OURS, TORCH):
@@ -130,15 +124,6 @@ def test_every_parameter_has_torchs_name_place_and_default(path: str) -> None:
         parameters = inspect.signature(found).parameters.values()
         signatures.append([(p.name, p.kind, p.default) for p in parameters])
     assert signatures[0] == signatures[1]
-
-
-def test_all_is_what_a_star_import_gives() -> None:
-    space: dict[str, Any] = {}
-    exec("from hpc_elastic.failures import *", space)
-    assert set(hpc_elastic.failures.__all__) <= set(space)
-    assert callable(space["record"])
-    with pytest.raises(ImportError):
-        exec("from hpc_elastic.failures import nothing_like_that", space)
 
 
 # -- record ------------------------------------------------------------------------------------------------------------
@@ -170,52 +155,27 @@ def test_an_exception_is_written_as_torch_writes_it(kit: Any, error_file: Path) 
     assert before <= int(extra["timestamp"]) <= time.time()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(None)], ids=["interrupt", "exit"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), *(SystemExit(code) for code in (None, 0, 1, 3, "no data"))], ids=repr
+)
 def test_what_is_no_failure_is_raised_and_not_written(kit: Any, error_file: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught:
-        raising(kit, error)()
-    assert caught.value is error
-    assert not error_file.exists()
+    code = getattr(error, "code", None)
+    if code == 0:
+        assert raising(kit, error)() is None
+    else:
+        with pytest.raises(type(error)) as caught:
+            raising(kit, error)()
+        assert caught.value is error
+    assert error_file.exists() is bool(kit.ours and code)  # ours names an exit: torch writes nothing
 
 
-def test_an_exit_with_zero_returns_none(kit: Any, error_file: Path) -> None:
-    assert raising(kit, SystemExit(0))() is None
-    assert not error_file.exists()
-
-
-@pytest.mark.parametrize("code", [1, 3, "no data"])
-def test_another_exit_goes_up_with_its_code(kit: Any, error_file: Path, code: Any) -> None:
-    with pytest.raises(SystemExit) as caught:
-        raising(kit, SystemExit(code))()
-    assert caught.value.code == code
-    assert error_file.exists() == kit.ours  # ours names it: torch writes nothing
-
-
-def test_a_childs_file_is_passed_on_with_its_exit_code(kit: Any, error_file: Path) -> None:
-    child = put(error_file.parent, {**shaped(), "kept": [1]})
-    with pytest.raises(kit.ChildFailedError):
-        raising(kit, kit.ChildFailedError("train", {4: kit.ProcessFailure(0, 1, -11, child)}))()
-    assert json.loads(error_file.read_text()) == {**shaped(errorCode=-11), "kept": [1]}
-
-
-def test_a_failure_is_a_dataclass(kit: Any) -> None:
-    found = dataclasses.asdict(kit.ProcessFailure(0, 42, -9, "<N/A>"))
-    assert (found["pid"], found["exitcode"], found["message"]) == (42, -9, "Signal 9 (SIGKILL) received by PID 42")
-
-
-def test_of_several_children_the_first_by_time_is_passed_on(kit: Any, error_file: Path) -> None:
-    files = [put(error_file.parent, shaped(1_700_000_000 + at), f"{at}.json") for at in (30, 10, 20)]
-    failures = {n: kit.ProcessFailure(n, 1, n + 1, path) for n, path in enumerate(files)}
-    with pytest.raises(kit.ChildFailedError):
-        raising(kit, kit.ChildFailedError("t", failures))()
-    assert json.loads(error_file.read_text()) == shaped(1_700_000_010, errorCode=2)
-
-
-def test_a_child_without_a_file_writes_nothing(kit: Any, error_file: Path, caplog: Any) -> None:
-    caplog.set_level(logging.INFO)
-    with pytest.raises(kit.ChildFailedError):
-        raising(kit, kit.ChildFailedError("train", {3: kit.ProcessFailure(2, 1, -9, "")}))()
-    assert not error_file.exists()
+def test_of_several_children_the_first_by_time_is_passed_on_with_its_exit_code(kit: Any, error_file: Path) -> None:
+    files = [put(error_file.parent, {**shaped(1_700_000_000 + at), "kept": [1]}, f"{at}.json") for at in (30, 10, 20)]
+    failures = {n: kit.ProcessFailure(n, 1, -n - 10, path) for n, path in enumerate(files)}
+    for found in (failures, {3: kit.ProcessFailure(2, 1, -9, "")}):  # one without a file writes nothing
+        with pytest.raises(kit.ChildFailedError):
+            raising(kit, kit.ChildFailedError("t", found))()
+        assert json.loads(error_file.read_text()) == {**shaped(1_700_000_010, errorCode=-11), "kept": [1]}
 
 
 def test_without_the_variable_it_is_only_raised(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +226,6 @@ def test_each_method_may_be_overridden(kit: Any, error_file: Path) -> None:
     assert calls == ["initialize", boom, "initialize", (child, 4), ("override", child, 4)]
     assert not error_file.exists()
     assert type(kit.get_error_handler()) is kit.ErrorHandler
-
-
-def test_initialize_shows_the_stack_of_fatal_signals(kit: Any) -> None:
     faulthandler.disable()
     kit.ErrorHandler().initialize()
     assert faulthandler.is_enabled()
@@ -335,11 +292,9 @@ def test_fields_of_a_failure_without_a_file(kit: Any, tmp_path: Path) -> None:
         assert failure.error_file_data["message"] == "<NONE>"
         assert failure.message == "Signal 9 (SIGKILL) received by PID 997"
         assert before <= failure.timestamp <= time.time()
-
-
-@pytest.mark.parametrize("exitcode", [0, 1, 3, 137])
-def test_an_exit_code_is_no_signal(kit: Any, exitcode: int) -> None:
-    assert kit.ProcessFailure(0, 1, exitcode, "").signal_name() == "<N/A>"
+        assert dataclasses.asdict(failure)["message"] == failure.message
+    for exitcode in (0, 1, 3, 137):
+        assert kit.ProcessFailure(0, 1, exitcode, "").signal_name() == "<N/A>"
 
 
 def test_local_time(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,12 +309,6 @@ def test_local_time(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         time.tzset()
 
 
-def test_failures_compare_by_their_fields(kit: Any, tmp_path: Path) -> None:
-    path = put(tmp_path, shaped())
-    assert kit.ProcessFailure(0, 1, 1, path) == kit.ProcessFailure(0, 1, 1, path)
-    assert kit.ProcessFailure(0, 1, 1, path) != kit.ProcessFailure(1, 1, 1, path)
-
-
 # -- ChildFailedError --------------------------------------------------------------------------------------------------
 
 
@@ -370,21 +319,11 @@ def test_the_first_failure_is_the_earliest_then_the_mappings_first(kit: Any, tmp
     late, early, same = at(20), at(10), at(10)
     assert kit.ChildFailedError("x", {0: late, 1: early}).get_first_failure() == (1, early)
     rank, failure = kit.ChildFailedError("x", {5: same, 1: early}).get_first_failure()
-    assert rank == 5
-    assert failure is same
-
-
-def test_an_empty_mapping_is_refused(kit: Any) -> None:
+    assert (rank, failure is same) == (5, True)
+    assert same == early
+    assert same != late
     with pytest.raises(AssertionError):
         kit.ChildFailedError("train.py", {})
-
-
-def test_it_is_an_exception_with_a_name_and_its_failures(kit: Any, tmp_path: Path) -> None:
-    failures = {3: kit.ProcessFailure(0, 1, 1, put(tmp_path, shaped()))}
-    error = kit.ChildFailedError(name="train.py", failures=failures)
-    assert isinstance(error, Exception)
-    assert (error.name, error.failures) == ("train.py", failures)
-    assert str(error) == error.format_msg()
 
 
 def _skip_other_torch(kit: Any) -> None:
@@ -438,14 +377,12 @@ def test_the_block_that_users_know(kit: Any, tmp_path: Path, monkeypatch: pytest
         assert _shape(str(error)) == GOLDEN.format(folder=folder)
         other = _shape(error.format_msg(boarder_delim="*", section_delim="~"))
         assert other == GOLDEN.format(folder=folder).replace("=" * 60, "*" * 60).replace("-" * 60, "~" * 60)
+        assert (isinstance(error, Exception), error.name, error.failures) == (True, "train.py", failures)
+        alone = str(kit.ChildFailedError(name="t", failures={3: failures[3]}))
+        assert "Failures:\n  <NO_OTHER_FAILURES>\n" in alone
     finally:
         monkeypatch.undo()
         time.tzset()
-
-
-def test_a_failure_alone_has_no_others(kit: Any, tmp_path: Path) -> None:
-    text = str(kit.ChildFailedError("t", {0: kit.ProcessFailure(0, 1, 1, put(tmp_path, shaped()))}))
-    assert "Failures:\n  <NO_OTHER_FAILURES>\n" in text
 
 
 # -- what torch 2.13 does worse ----------------------------------------------------------------------------------------
@@ -578,14 +515,53 @@ def test_a_defect_of_torchs_is_not_here(
     assert outcome(kit, tmp_path) == (ours if kit.ours else theirs)
 
 
-@pytest.mark.parametrize("text", ["10:3", "0:1,12:3,255:2"])
-def test_ranks_of_two_digits_are_understood(text: str) -> None:
-    parsed = parse_std_streams(text, option="--tee")
-    assert parsed.of(int(text.split(",")[-1].split(":")[0])) != Std.NONE
-
-
 @pytest.mark.torch
-def test_ranks_of_two_digits_are_refused_by_torch() -> None:
+def test_ranks_of_two_digits_are_refused_by_torch_and_not_here() -> None:
+    assert parse_std_streams("0:1,12:3", option="--tee").of(12) == Std.ALL
     api = pytest.importorskip("torch.distributed.elastic.multiprocessing.api")
     with pytest.raises(ValueError):
         api.Std.from_str("10:3")
+
+
+# -- what ours has beside
+
+
+def test_failures_of_an_agent_are_taken_too(tmp_path: Path) -> None:
+    told = WorkerFailure(
+        local_rank=1, pid=7, exitcode=1, host="n3", message="ValueError: bad", traceback=TRACE, ended_ns=10**18
+    )
+    path = tmp_path / "error.json"
+    assert write_evidence(told, path) == ""
+    without = WorkerFailure(
+        local_rank=0, pid=8, exitcode=-9, host="n4", message="Signal 9 of somebody", ended_ns=10**18 + 5
+    )
+    error = hpc_elastic.failures.ChildFailedError("train", {5: replace(told, error_file=str(path)), 6: without})
+    rank, first = error.get_first_failure()
+    assert (rank, first.error_file, first.host) == (5, str(path), "n3")
+    assert error.failures[6].message == "Signal 9 of somebody"
+    assert error.failures[6].timestamp_ns == 10**18 + 5
+    for words in (
+        "train FAILED",
+        "  host      : n3\n",
+        "ValueError: bad",
+        "  host      : n4\n",
+        "Signal 9 of somebody",
+    ):
+        assert words in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"message": {"message": "half", "extraInfo": {"py_calls', "half"),
+        ("", "its error file is empty"),
+        ("[1]", "[1]"),
+        ("{", "its error file is torn"),
+    ],
+)
+def test_of_a_bad_file_what_is_known_is_shown(tmp_path: Path, content: str, words: str) -> None:
+    failure = hpc_elastic.failures.ProcessFailure(0, 997, -9, put(tmp_path, content))
+    assert words in str(failure.message)
+    assert failure.timestamp > 1_700_000_000
+    assert words in hpc_elastic.failures.ChildFailedError("train", {0: failure}).format_msg()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_elastic.failures import ProcessFailure
+from hpc_elastic.failures import ErrorHandler, ProcessFailure
 from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file, write_error_data
+from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 TORCH = {
     "message": {
@@ -37,12 +41,9 @@ def put(tmp_path: Path, value: object) -> Path:
 
 def test_torchs_shape(tmp_path: Path) -> None:
     found = read_error_file(put(tmp_path, TORCH))
-    assert found.problem == ""
-    assert found.message == "ValueError: bad"
-    assert found.traceback.startswith("Traceback")
-    assert found.timestamp_ns == 1_700_000_001_000_000_000
-    assert found.own == {}
-    assert found.data == TORCH
+    trace = TORCH["message"]["extraInfo"]["py_callstack"]  # type: ignore[index]
+    seconds = 1_700_000_001_000_000_000
+    assert found == ErrorFile(problem="", message="ValueError: bad", traceback=trace, timestamp_ns=seconds, data=TORCH)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,9 @@ def test_what_we_write_is_what_torch_reads_and_what_we_read(tmp_path: Path) -> N
         "errorCode": 3,
     }
     found = read_error_file(path)
-    assert (found.message, found.traceback) == ("ValueError: x", "Trace")
+    assert (found.message, found.traceback, found.own["host"]) == ("ValueError: x", "Trace", "n1")
     assert found.timestamp_ns == 1_700_000_001_123_456_789
-    assert found.own["host"] == "n1"
-
-
-def test_lone_surrogates_and_control_characters_are_stored_and_cleaned(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
+    # Lone surrogates and control characters are stored, and cleaned when they are read.
     write_error_data(path, error_data(message="a\ud800\x1b[31m\x00b", traceback="", timestamp_ns=10**9))
     assert read_error_file(path).message == "a?b"
 
@@ -156,28 +153,15 @@ def test_a_file_of_100_mb_is_cut_not_loaded(tmp_path: Path) -> None:
     assert found.problem.startswith("cut: 100000031 bytes")
     assert found.message == "ValueError: big"
     assert found.traceback == "Traceback (most recent call last):\nValueError: big"
-    assert found.timestamp_ns == 1_700_000_003_000_000_000
-    assert found.data == {}
+    assert (found.timestamp_ns, found.data) == (1_700_000_003_000_000_000, {})
     assert read_error_file(path, seek_traceback=False) == replace(found, traceback="")
-
-
-def test_long_texts_are_bounded(tmp_path: Path) -> None:
-    data = error_data(message="m" * 100_000, traceback="t" * 300_000, timestamp_ns=1)
-    found = read_error_file(put(tmp_path, data))
-    assert found.problem == ""
-    assert len(found.message) < 17_000
-    assert len(found.traceback) < 66_000
+    long = read_error_file(put(tmp_path, error_data(message="m" * 100_000, traceback="t" * 300_000, timestamp_ns=1)))
+    assert (long.problem, len(long.message) < 17_000, len(long.traceback) < 66_000) == ("", True, True)
 
 
 @pytest.mark.parametrize(
     ("number", "problem"),
-    [
-        (errno.ENOENT, "missing"),
-        (errno.EACCES, "unreadable: "),
-        (errno.ESTALE, "unreadable: "),
-        (errno.EIO, "unreadable: "),
-        (errno.ELOOP, "unreadable: "),
-    ],
+    [(errno.ENOENT, "missing"), (errno.EACCES, "unreadable: "), (errno.ESTALE, "unreadable: ")],
 )
 @pytest.mark.parametrize("call", ["open", "fstat", "pread"])
 def test_a_file_that_vanishes_or_fails_at_any_moment(
@@ -231,3 +215,89 @@ def test_in_a_large_file_the_traceback_is_found_wherever_it_begins(tmp_path: Pat
     assert found.problem.startswith("cut:")
     assert found.traceback == "Traceback\nE: here"
     assert read_error_file(path, seek_traceback=False).traceback == ""
+
+
+# -- what torch's own ``@record`` wrote, by several versions: read, classed, completed and passed on
+
+DATA = Path(__file__).resolve().parents[2] / "data" / "failures" / "torch-record"
+VERSIONS = ("2.4.1", "2.6.0", "2.13.0")
+SECONDS = 1_795_263_000
+"""The files were made on that day."""
+
+# case → (message, exception type, what the traceback holds, errorCode in the file)
+CASES: dict[str, tuple[str, str, tuple[str, ...], int | None]] = {
+    "plain": ("ValueError: bad batch 17", "ValueError", ("in step", "bad batch {n}"), None),
+    "chained": ("RuntimeError: no data\nin two lines", "RuntimeError", ("KeyError: 'shard'", "direct cause"), None),
+    "group": ("ExceptionGroup: two (2 sub-exceptions)", "ExceptionGroup", ("| ValueError: a", "| KeyError: 'b'"), None),
+    "unicode": ("ValueError: Größe 日本 🙂 ? red end", "ValueError", ("Größe 日本 🙂",), None),
+    "no-message": ("AssertionError: ", "AssertionError", ("AssertionError",), None),
+    "passed-on": ("ZeroDivisionError: division by zero", "ZeroDivisionError", ("in main",), -11),
+    "by-torchrun": ("ValueError: bad batch 17", "ValueError", ("in main",), 1),
+}
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def describe(path: Path, exitcode: int = 1) -> WorkerFailure:
+    facts = WorkerFailure(
+        attempt=0, round=1, host="n3", node=2, local_rank=1, global_rank=5, pid=7, exitcode=exitcode, ended_ns=9
+    )
+    return describe_failure(facts=facts, error_file=path, stderr_log=path.with_name("stderr.log"))
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_it_is_understood_classed_and_completed(version: str, case: str, tmp_path: Path) -> None:
+    message, kind, parts, code = CASES[case]
+    path = tmp_path / "error.json"
+    shutil.copy(DATA / version / f"{case}.json", path)
+    found, theirs = read_error_file(path), ProcessFailure(1, 7, -9, str(path))
+    before = json.loads(path.read_text())
+    assert (found.problem, found.own, found.data["message"].get("errorCode")) == ("", {}, code)
+    assert "\x1b" not in found.traceback
+    assert 0 <= theirs.timestamp - SECONDS < 1000
+    assert theirs.timestamp * 10**9 == found.timestamp_ns
+    assert (theirs.error_file_data, theirs.message) == (before, before["message"])
+    failure = describe(path)
+    assert (failure.message, failure.exception_type) == (message, kind)
+    assert failure.source is EvidenceSource.ERROR_FILE
+    assert (failure.failure_class, failure.category) == (FailureClass.ROOT, Category.WORKER)
+    assert all(part in failure.traceback for part in parts)
+    assert failure.fingerprint.startswith(f"{kind}:")
+    assert write_evidence(failure, path) == ""
+    after = json.loads(path.read_text())
+    before["message"]["errorCode"] = 1
+    assert after["message"] == before["message"]  # what torch wrote stays as it was
+    assert not {"message", "traceback"} & set(after["hpc_elastic"])  # … and stands there once
+    assert read_failure(path, facts=WorkerFailure(exitcode=1, ended_ns=1)) == failure
+    assert os.listdir(tmp_path) == ["error.json"]
+
+
+def test_the_same_failure_has_the_same_name_whichever_version_wrote_it() -> None:
+    for case in CASES:
+        names = {describe(DATA / version / f"{case}.json").fingerprint for version in VERSIONS}
+        assert len(names) == 1, case
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", list(CASES))
+def test_torch_reads_what_was_completed_and_passed_on(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    path = tmp_path / "error.json"
+    shutil.copy(DATA / "2.6.0" / f"{case}.json", path)
+    assert write_evidence(describe(path), path) == ""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "outer.json"))
+    ErrorHandler().dump_error_file(str(path), -9)
+    for file, code in ((path, 1), (tmp_path / "outer.json", -9)):
+        read: Any = theirs.ProcessFailure(0, 1, 1, str(file))
+        mine = ProcessFailure(0, 1, 1, str(file))
+        assert read.message["errorCode"] == code
+        assert (read.message, read.timestamp, read.error_file_data) == (
+            mine.message,
+            mine.timestamp,
+            mine.error_file_data,
+        )

@@ -12,6 +12,7 @@ from hpc_elastic.failures import evidence
 from hpc_elastic.failures.evidence import describe_failure, find_logged, read_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.run.log_pieces import piece_path
 from hpc_elastic.worker_api.torch_import import NOTE
 
 TRACE = 'Traceback (most recent call last):\n  File "/u/t.py", line 3, in f\n    x()\nValueError: bad 7\n'
@@ -41,24 +42,33 @@ def describe(tmp_path: Path, stderr: str | bytes = "", output: Printed | None = 
 
 
 def test_the_facts_are_carried_over(tmp_path: Path) -> None:
-    failure = describe(tmp_path, TRACE, last_step=40, core_dumped=True)
     seen = facts(last_step=40, core_dumped=True)
+    failure = describe(tmp_path, TRACE, last_step=40, core_dumped=True)
     for name in ("attempt", "round", "host", "node", "global_rank", "pid", "ended_ns", "last_step", "core_dumped"):
         assert getattr(failure, name) == getattr(seen, name), name
-    assert failure.source is EvidenceSource.STDERR
-    assert failure.error_file == str(tmp_path / "error.json")
+    assert (failure.source, failure.error_file) == (EvidenceSource.STDERR, str(tmp_path / "error.json"))
 
 
-def test_the_error_file_is_believed_before_stderr(tmp_path: Path) -> None:
-    (tmp_path / "error.json").write_text(json.dumps({"message": "OSError: from the file", "timestamp": 5}))
-    failure = describe(tmp_path, TRACE)
-    assert failure.message == "OSError: from the file"
-    assert failure.exception_type == "OSError"
-    assert failure.source is EvidenceSource.ERROR_FILE
-    assert failure.stderr_tail.endswith("ValueError: bad 7")
-    (tmp_path / "error.json").write_text(json.dumps({"message": "it broke: twice", "timestamp": 5}))
-    failure = describe(tmp_path)
-    assert (failure.message, failure.exception_type) == ("it broke: twice", "")
+@pytest.mark.parametrize(
+    ("recorded", "stderr", "message", "kind", "problem"),
+    [
+        pytest.param(
+            '{"message": "OSError: of it", "timestamp": 5}', TRACE, "OSError: of it", "OSError", "", id="file"
+        ),
+        pytest.param('{"message": "it broke: twice"}', "", "it broke: twice", "", "", id="words that are no type"),
+        pytest.param("", TRACE, "ValueError: bad 7", "ValueError", "empty", id="an empty file"),
+        pytest.param(None, None, "Process failed with exitcode 1", "", "", id="nothing at all, which is no problem"),
+    ],
+)
+def test_the_error_file_is_believed_before_stderr(
+    tmp_path: Path, recorded: str | None, stderr: str | None, message: str, kind: str, problem: str
+) -> None:
+    for name, text in (("error.json", recorded), ("stderr.log", stderr)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    found = describe_failure(facts=facts(), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log")
+    assert (found.message, found.exception_type, found.problem) == (message, kind, problem)
+    assert found.stderr_tail.endswith("ValueError: bad 7") is (kind == "OSError")
 
 
 @pytest.mark.parametrize(
@@ -82,19 +92,6 @@ def test_what_its_rendezvous_found_explains_a_peer_that_never_came(
         assert (failure.failure_class, failure.category) == (FailureClass.ROOT, Category.INPUT)
 
 
-def test_an_empty_error_file_is_a_fact_and_stderr_speaks(tmp_path: Path) -> None:
-    (tmp_path / "error.json").write_text("")
-    failure = describe(tmp_path, TRACE)
-    assert failure.message == "ValueError: bad 7"
-    assert failure.problem == "empty"
-
-
-def test_no_logs_at_all(tmp_path: Path) -> None:
-    failure = describe_failure(facts=facts(exitcode=7), error_file=tmp_path / "e", stderr_log=tmp_path / "s")
-    assert failure.message == "Process failed with exitcode 7"
-    assert failure.problem == "", "a worker that printed nothing to stderr has no file for it"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -110,17 +107,13 @@ def test_no_logs_at_all(tmp_path: Path) -> None:
 )
 def test_messages_without_words_of_the_worker(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     assert describe(tmp_path, **changes).message == message
-
-
-def test_a_kill_from_outside_is_not_explained_by_an_old_traceback(tmp_path: Path) -> None:
-    assert describe(tmp_path, TRACE, exitcode=-9).exception_type == ""
+    assert describe(tmp_path, TRACE, exitcode=-9).exception_type == "", "an old traceback explains no kill"
 
 
 def test_an_exception_before_a_crash_at_exit_is_the_cause(tmp_path: Path) -> None:
     crash = "terminate called after throwing an instance of 'c10::Error'\n  what():  driver shutting down\n"
     failure = describe(tmp_path, TRACE + crash, exitcode=-6)
-    assert failure.message == "ValueError: bad 7"
-    assert failure.exitcode == -6
+    assert (failure.message, failure.exitcode) == ("ValueError: bad 7", -6)
     assert describe(tmp_path, crash, exitcode=-6).message == "c10::Error: driver shutting down"
 
 
@@ -157,24 +150,18 @@ def test_describing_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "defect" in failure.problem
 
 
-def test_written_and_read_back(tmp_path: Path) -> None:
-    failure = describe(tmp_path, TRACE)
+@pytest.mark.parametrize(("stderr", "exitcode"), [(TRACE, 1), ("", -9)], ids=["a traceback", "none"])
+def test_written_and_read_back(tmp_path: Path, stderr: str, exitcode: int) -> None:
+    failure = describe(tmp_path, stderr, exitcode=exitcode)
     path = tmp_path / "error.json"
     assert write_evidence(failure, path) == ""
     data = json.loads(path.read_text())
-    assert data["message"]["message"] == "ValueError: bad 7"
-    assert data["message"]["extraInfo"] == {"py_callstack": TRACE.rstrip("\n"), "timestamp": "1700000009"}
-    assert data["message"]["errorCode"] == 1
+    callstack = stderr.rstrip("\n") or failure.message
+    extra = {"py_callstack": callstack, "timestamp": "1700000009"}
+    assert data["message"] == {"message": failure.message, "extraInfo": extra, "errorCode": exitcode}
     assert data["hpc_elastic"]["version"] == 1
     assert read_failure(path, facts=facts(attempt=0, round=0)) == failure
-
-
-def test_a_failure_without_a_traceback_is_read_back_without_one(tmp_path: Path) -> None:
-    failure = describe(tmp_path, exitcode=-9)
-    assert write_evidence(failure, tmp_path / "error.json") == ""
-    data = json.loads((tmp_path / "error.json").read_text())
-    assert data["message"]["extraInfo"]["py_callstack"] == failure.message
-    assert read_failure(tmp_path / "error.json", facts=facts()) == failure
+    assert "could not write" in write_evidence(failure, tmp_path / "no" / "folder" / "error.json")
 
 
 def test_what_the_worker_wrote_is_kept(tmp_path: Path) -> None:
@@ -191,26 +178,13 @@ def test_what_the_worker_wrote_is_kept(tmp_path: Path) -> None:
     assert again is not None
     assert (again.message, again.exception_type) == ("ValueError: x", "ValueError")
     assert os.listdir(tmp_path).count("error.original.json") == 0
-
-
-def test_a_text_keeps_its_shape_and_gets_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": "text"}))
     assert write_evidence(describe(tmp_path), path) == ""
     data = json.loads(path.read_text())
-    assert (data["message"], data["timestamp"]) == ("text", 1_700_000_009)
-
-
-def test_a_foreign_file_is_kept_beside(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
+    assert (data["message"], data["timestamp"]) == ("text", 1_700_000_009), "a text keeps its shape, and gets a time"
     path.write_text('{"err": "x"}')
     assert write_evidence(describe(tmp_path, TRACE), path) == ""
-    assert (tmp_path / "error.original.json").read_text() == '{"err": "x"}'
-
-
-def test_writing_never_raises(tmp_path: Path) -> None:
-    problem = write_evidence(describe(tmp_path), tmp_path / "no" / "folder" / "error.json")
-    assert "could not write" in problem
+    assert (tmp_path / "error.original.json").read_text() == '{"err": "x"}', "a foreign file is kept beside"
 
 
 def test_a_file_that_no_agent_completed(tmp_path: Path) -> None:
@@ -253,8 +227,7 @@ def test_what_a_full_disk_kept_from_the_log_is_read_all_the_same(tmp_path: Path)
 @pytest.mark.parametrize("after", ["", "Exception ignored in: <x>\nbye\n"])
 def test_the_time_of_a_failure_is_that_of_its_tracebacks_first_line(tmp_path: Path, before: str, after: str) -> None:
     failure = describe(tmp_path, before.encode("latin-1") + (TRACE + after).encode(), Printed())
-    assert failure.message == "ValueError: bad 7"
-    assert failure.printed_ns == -len((TRACE + after).encode())
+    assert (failure.message, failure.printed_ns) == ("ValueError: bad 7", -len((TRACE + after).encode()))
 
 
 def test_a_recorded_exception_has_the_time_at_which_it_was_printed_or_recorded(tmp_path: Path) -> None:
@@ -283,8 +256,7 @@ LATER = TRACE.replace("ValueError: bad 7", "IndexError: list index out of range"
 def test_a_recorded_exception_that_was_handled_is_not_the_one_that_ended_it(tmp_path: Path, before: str) -> None:
     recorded(tmp_path, TRACE)
     failure = describe(tmp_path, before + LATER)
-    assert failure.headline == "IndexError: list index out of range"
-    assert failure.source is EvidenceSource.STDERR
+    assert (failure.headline, failure.source) == ("IndexError: list index out of range", EvidenceSource.STDERR)
     assert "ValueError: bad 7" in failure.problem
     assert write_evidence(failure, tmp_path / "error.json") == ""
     again = read_failure(tmp_path / "error.json", facts=facts())
@@ -308,9 +280,6 @@ def test_a_recorded_exception_that_ended_it_is_believed(tmp_path: Path, stderr: 
     assert describe(tmp_path, stderr).headline == "ValueError: bad 7"
 
 
-UNCAUGHT = TRACE.replace("in f", "in <module>")
-
-
 @pytest.mark.parametrize("exitcode", [-9, -11, -6, 3])
 @pytest.mark.parametrize("stderr", ["", TRACE + "".join(f"step {n}\n" for n in range(50))], ids=["silent", "logged"])
 def test_a_rank_that_lived_on_after_a_recorded_exception_ended_otherwise(
@@ -326,8 +295,8 @@ def test_a_rank_that_lived_on_after_a_recorded_exception_ended_otherwise(
 @pytest.mark.parametrize(
     ("stderr", "changes"),
     [
-        (UNCAUGHT, {"exitcode": -11}),
-        (UNCAUGHT + "terminate called without an active exception\n", {"exitcode": -6}),
+        (TRACE.replace("in f", "in <module>"), {"exitcode": -11}),
+        (TRACE.replace("in f", "in <module>") + "terminate called without an active exception\n", {"exitcode": -6}),
         ("", {"exitcode": 3, "ended_ns": 1_700_000_000_900_000_000}),
         ("", {"exitcode": -9, "stopped_by_agent": True}),
     ],
@@ -457,3 +426,42 @@ def test_what_was_logged_just_before_an_end_with_0(tmp_path: Path, text: str, lo
     (tmp_path / "stderr.log").write_text(text)
     assert find_logged(tmp_path / "stderr.log") == logged
     assert find_logged(tmp_path / "none") == ""
+
+
+# -- a stderr.log that is rotated
+
+
+def test_a_traceback_across_two_pieces_and_one_before_a_gap(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    text = "warning\n" * 1000 + TRACE
+    for place in (0, 10, 60, len(TRACE)):
+        piece_path(path, 0).write_text(text[: 8000 + place])
+        failure = describe(tmp_path, text[8000 + place :])
+        assert (failure.source, failure.message) == (EvidenceSource.STDERR, "ValueError: bad 7")
+        assert failure.traceback.startswith("Traceback")
+        assert "warning" in failure.stderr_tail
+    piece_path(path, 9).write_text("warning\n" * 10)
+    old = describe(tmp_path, "warning\n")
+    assert (old.exception_type, "bad 7" in old.message + old.stderr_tail) == ("", False)
+
+
+_DUMP = 'Current thread 0x00007f1542893b80 (most recent call first):\n  File "/u/t.py", line 3 in wait\n' * 30
+_ENDINGS = {
+    "traceback": (1, TRACE),
+    "terminate": (-6, "terminate called after throwing an instance of 'E'\n  what():  boom\n"),
+    "fatal": (-6, f"Fatal Python error: Aborted\n\n{_DUMP}"),
+    "terminate, fatal": (
+        -6,
+        f"terminate called after throwing an instance of 'E'\nFatal Python error: Aborted\n\n{_DUMP}",
+    ),
+    "syntax": (1, '  File "/u/t.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'),
+}
+
+
+@pytest.mark.parametrize(("exitcode", "words"), _ENDINGS.values(), ids=_ENDINGS)
+def test_the_end_of_stderr_is_what_stands_beside_the_words_of_the_failure(
+    tmp_path: Path, exitcode: int, words: str
+) -> None:
+    failure = describe(tmp_path, "loss 0.2\n" * 100 + "the last words\n" + words, exitcode=exitcode)
+    assert failure.traceback
+    assert failure.stderr_tail.split("\n") == ["loss 0.2"] * 19 + ["the last words"]

@@ -172,9 +172,6 @@ def test_where_stderr_says_nothing_stdout_is_asked(tmp_path: Path) -> None:
     assert printed.headline == "the dataset has no shard 7 (exit code 4)"
     wrong_call = described(tmp_path, "", "usage: t.py\nt.py: error: unrecognized arguments: --lrr\n", exitcode=2)
     assert (wrong_call.category, wrong_call.retryable) == (Category.INPUT, False)
-
-
-def test_what_stderr_says_counts_before_stdout(tmp_path: Path) -> None:
     assert described(tmp_path, "Error: bad key\n", "Error: worse\n").headline == "Error: bad key (exit code 1)"
 
 
@@ -201,16 +198,10 @@ def test_the_same_end_with_other_numbers_is_one_failure(tmp_path: Path) -> None:
         ("".join(f"[rank1]: {line}\n" for line in UNCAUGHT.splitlines()) + CAUGHT, UNCAUGHT.splitlines()[-1]),
     ],
     ids=[
-        "went-on",
-        "logged-far-above",
-        "printed-far-above",
-        "logged-at-the-top",
-        "logged-then-exit",
-        "teardown",
-        "atexit",
-        "prefixed",
+        "went-on", "logged-far-above", "printed-far-above", "logged-at-the-top", "logged-then-exit", "teardown",
+        "atexit", "prefixed",
     ],
-)
+)  # fmt: skip
 def test_logged_is_not_uncaught(tmp_path: Path, stderr: str, headline: str) -> None:
     assert described(tmp_path, stderr).headline == headline
 
@@ -228,8 +219,7 @@ KeyboardInterrupt
 def test_an_interrupt_from_within_is_no_signal_from_outside(tmp_path: Path) -> None:
     watchdog = "watchdog: no batch for 30 s, interrupting the main thread\n"
     failure = described(tmp_path, watchdog + INTERRUPT, exitcode=-2)
-    assert failure.headline == f"KeyboardInterrupt: {watchdog.strip()}"
-    assert failure.failure_class == "root"
+    assert (failure.headline, failure.failure_class) == (f"KeyboardInterrupt: {watchdog.strip()}", "root")
     assert described(tmp_path, INTERRUPT, exitcode=-2).headline == "KeyboardInterrupt"
     thread = UNCAUGHT.replace("<module>", "run")
     failure = described(tmp_path, f"Exception in thread Thread-1 (watch):\n{thread}{INTERRUPT}", exitcode=-2)

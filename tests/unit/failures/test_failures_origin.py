@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.origin import OWN_WATCHDOG, explain, explain_chain, explain_text, find_origin
 from hpc_elastic.failures.ranking import FailureClass
 from tests.rigs.described import described, traceback_in
 
+SYMPTOM, INFRASTRUCTURE = FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE
 SITE = "/venv/lib/python3.11/site-packages"
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
 
@@ -28,86 +30,88 @@ def class_of(*chain: RaisedException) -> FailureClass | None:
     return row.failure_class if row is not None else None
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        raised("ConnectionResetError", "[Errno 104] Connection reset by peer", source="c.recv(10)"),
-        raised("BrokenPipeError", "[Errno 32] Broken pipe", source="p.stdin.flush()"),
-        raised("ConnectionResetError", "[Errno 104] Connection reset by peer", "/usr/lib/python3.11/socket.py"),
-        raised("BrokenPipeError", "[Errno 32] Broken pipe", "/usr/lib/python3.11/multiprocessing/connection.py"),
-        raised("ConnectionResetError", "", f"{SITE}/torch/multiprocessing/reductions.py"),
-        raised("RuntimeError", "broken pipeline schedule", source="raise RuntimeError('broken pipeline schedule')"),
-        raised("ValueError", "zarr store is closed", source="raise ValueError(text)"),
-        raised("RuntimeError", "gloo was slow: timed out waiting for the barrier", source="raise RuntimeError(text)"),
-        raised("ValueError", "store is closed", f"{SITE}/zarr/storage.py", "raise ValueError(text)"),
-    ],
-    ids=lambda one: f"{one.exception_type}-{one.message[:12]}",
-)
-def test_what_the_process_group_did_not_raise_is_no_symptom(one: RaisedException) -> None:
-    assert class_of(one) is None
+def interrupted(
+    kind: str, message: str, caller: str = "work.wait()", file: str = "distributed_c10d.py"
+) -> RaisedException:
+    """A handler of SIGALRM raised it, over what the main thread ran."""
+    files = ("/home/ann/train.py", f"{SITE}/torch/distributed/{file}", "/home/ann/train.py")
+    frames = tuple(Frame(file=name, line=at, function=f"f{at}") for at, name in enumerate(files))
+    return RaisedException(exception_type=kind, message=message, frames=frames, source="raise late", caller=caller)
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        raised("RuntimeError", CLOSED, source="work.wait()"),
-        raised("RuntimeError", CLOSED, f"{SITE}/torch/autograd/graph.py"),
-        raised("torch.distributed.DistNetworkError", "Connection reset by peer", source="store.set('k', 'v')"),
-        raised("ConnectionResetError", "[Errno 104] …", f"{SITE}/torch/distributed/rpc/api.py"),
-        raised("TrainError", f"step 3 failed: {CLOSED}", source="raise TrainError(str(error)) from None"),
-    ],
-    ids=["wait", "autograd", "store", "frame", "quoted"],
-)
-def test_what_it_raised_is_one(one: RaisedException) -> None:
-    assert class_of(one) is FailureClass.SYMPTOM
+RESET, PIPE = "[Errno 104] Connection reset by peer", "[Errno 32] Broken pipe"
+QUOTED = "raise SaveError(str(e))"
 
 
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
+        # What the process group did not raise is no symptom.
+        (raised("ConnectionResetError", RESET, source="c.recv(10)"), None),
+        (raised("BrokenPipeError", PIPE, source="p.stdin.flush()"), None),
+        (raised("ConnectionResetError", RESET, "/usr/lib/python3.11/socket.py"), None),
+        (raised("BrokenPipeError", PIPE, "/usr/lib/python3.11/multiprocessing/connection.py"), None),
+        (raised("ConnectionResetError", "", f"{SITE}/torch/multiprocessing/reductions.py"), None),
+        (raised("RuntimeError", "broken pipeline schedule", source="raise RuntimeError('broken pipeline')"), None),
+        (raised("ValueError", "zarr store is closed", source="raise ValueError(text)"), None),
+        (raised("RuntimeError", "gloo was slow: timed out waiting for it", source="raise RuntimeError(text)"), None),
+        (raised("ValueError", "store is closed", f"{SITE}/zarr/storage.py", "raise ValueError(text)"), None),
+        # What it raised is one.
+        (raised("RuntimeError", CLOSED, source="work.wait()"), SYMPTOM),
+        (raised("RuntimeError", CLOSED, f"{SITE}/torch/autograd/graph.py"), SYMPTOM),
+        (raised("torch.distributed.DistNetworkError", RESET, source="store.set('k', 'v')"), SYMPTOM),
+        (raised("ConnectionResetError", "[Errno 104] …", f"{SITE}/torch/distributed/rpc/api.py"), SYMPTOM),
+        (raised("TrainError", f"step 3 failed: {CLOSED}", source="raise TrainError(str(error)) from None"), SYMPTOM),
+        # Texts of error numbers in a script's own message.
         (raised("ValueError", "the input/output error is 0.4", source="raise ValueError(text)"), None),
         (raised("AssertionError", "address already in use by tensor 4", source="assert free, text"), None),
-        (raised("OSError", "[Errno 5] Input/output error", source="read(f)"), FailureClass.INFRASTRUCTURE),
-        (
-            raised("SaveError", "[Errno 28] No space left on device", source="raise SaveError(str(e))"),
-            FailureClass.INFRASTRUCTURE,
-        ),
+        (raised("OSError", "[Errno 5] Input/output error", source="read(f)"), INFRASTRUCTURE),
+        (raised("SaveError", "[Errno 28] No space left on device", source=QUOTED), INFRASTRUCTURE),
+        # A time limit of the script's own that strikes in a collective, and other exceptions of a handler.
+        (interrupted("TimeoutError", "no step within 60 s"), SYMPTOM),
+        (interrupted("StepError", "step 7 took longer than 60 s"), SYMPTOM),
+        (interrupted("ValueError", "the preemption notice came"), None),
+        (interrupted("TimeoutError", "no answer of the tokenizer", caller="pickler.dump(obj)"), None),
+        (raised("TimeoutError", "no step within 60 s", source="raise TimeoutError(text)"), None),
     ],
-    ids=["calibration", "tensor", "read", "quoted"],
-)
-def test_texts_of_error_numbers_in_a_scripts_own_message(one: RaisedException, expected: FailureClass | None) -> None:
+    ids=lambda one: f"{one.exception_type}: {one.message[:40]}" if isinstance(one, RaisedException) else "",
+)  # fmt: skip
+def test_where_it_was_raised_decides_what_a_text_means(one: RaisedException, expected: FailureClass | None) -> None:
+    assert class_of(one) is expected
     row = explain(one)
     assert (row.failure_class if row else None) is expected
 
 
 def handled(one: RaisedException) -> RaisedException:
-    return RaisedException(
-        exception_type=one.exception_type,
-        message=one.message,
-        frames=one.frames,
-        source=one.source,
-        while_handling=True,
-    )
+    return replace(one, while_handling=True)
 
 
-def test_the_first_exception_of_a_chain_decides() -> None:
-    bad, closed = raised("ValueError", "bad batch"), raised("RuntimeError", CLOSED)
-    assert class_of(closed, handled(bad)) is None
-    assert find_origin([closed, handled(bad)]) == handled(bad)
-    assert class_of(raised("SaveError"), closed) is FailureClass.SYMPTOM
-    assert find_origin([raised("SaveError"), closed]) == raised("SaveError")
+BAD, CLOSING = raised("ValueError", "bad batch"), raised("RuntimeError", CLOSED)
+KEY, CONFIG = raised("KeyError", "'lr'"), raised("ConfigError", "no lr")
+LEAVES = (Frame(file="train.py", line=9, function="<module>"), Frame(file="train.py", line=5, function="__exit__"))
+IN_CLEANUP = replace(raised("RuntimeError", "2 writers are open", source="raise x"), frames=LEAVES)
+OF_MODULE = replace(raised("ConfigError", "no lr", source="raise x"), frames=LEAVES[:1])
 
 
-def test_of_a_failure_that_was_raised_again_the_last_one_before_the_symptom_is_named() -> None:
-    key, config, closed = raised("KeyError", "'lr'"), raised("ConfigError", "no lr"), raised("RuntimeError", CLOSED)
-    assert find_origin([closed, handled(config), key]) == handled(config)
-    assert find_origin([config, key]) == config
-
-
-def test_an_exception_that_belongs_to_the_normal_course_decides_nothing() -> None:
-    missing, closed = handled(raised("KeyError", "'cache'", depth=1)), raised("RuntimeError", CLOSED)
-    assert class_of(closed, missing) is FailureClass.SYMPTOM
-    assert class_of(closed, handled(raised("KeyError", "'lr'", depth=3))) is None
+@pytest.mark.parametrize(
+    ("chain", "origin", "expected"),
+    [
+        pytest.param([CLOSING, handled(BAD)], handled(BAD), None, id="the first exception decides"),
+        pytest.param([raised("SaveError"), CLOSING], raised("SaveError"), SYMPTOM, id="and the last is named"),
+        pytest.param([CLOSING, handled(CONFIG), KEY], handled(CONFIG), None, id="raised again before the symptom"),
+        pytest.param([CONFIG, KEY], CONFIG, None, id="raised again"),
+        pytest.param(
+            [CLOSING, handled(raised("KeyError", "'cache'", depth=1))], CLOSING, SYMPTOM, id="of the normal course"
+        ),
+        pytest.param([IN_CLEANUP, handled(BAD)], handled(BAD), None, id="fails in the cleanup"),
+        pytest.param([OF_MODULE, handled(BAD)], OF_MODULE, None, id="meant"),
+    ],
+)
+def test_of_a_chain_the_first_exception_decides(
+    chain: list[RaisedException], origin: RaisedException, expected: FailureClass | None
+) -> None:
+    assert class_of(*chain) is expected
+    assert find_origin(chain) == origin
 
 
 CHECKPOINT = """\
@@ -161,7 +165,7 @@ def test_the_exception_of_a_loaders_worker_is_part_of_the_chain() -> None:
     assert found.earlier[0].source == "return self.sock.recv(10)"
     assert class_of(*found.chain) is None
     full = traceback_in(LOADER.format(kind="OSError", message="[Errno 28] No space left on device"))
-    assert class_of(*full.chain) is FailureClass.INFRASTRUCTURE
+    assert class_of(*full.chain) is INFRASTRUCTURE
 
 
 def test_the_exceptions_of_a_group_are_parts_of_the_chain() -> None:
@@ -213,48 +217,6 @@ def test_a_failure_is_named_by_its_origin_and_shown_whole(tmp_path: Path) -> Non
     assert failure.traceback.endswith(CLOSED)
 
 
-def test_the_end_of_gloos_text_in_a_scripts_last_line_is_a_symptom(tmp_path: Path) -> None:
-    """The script caught the exception, printed the end of its text, and left with 1."""
-    text = "communication failed (ogs of the remote worker before reporting an error. GLHF!), leaving\n"
-    assert described(tmp_path, text).failure_class is FailureClass.SYMPTOM
-
-
-def interrupted(
-    kind: str, message: str, caller: str = "work.wait()", file: str = "distributed_c10d.py"
-) -> RaisedException:
-    """A handler of SIGALRM raised it, over what the main thread ran."""
-    files = ("/home/ann/train.py", f"{SITE}/torch/distributed/{file}", "/home/ann/train.py")
-    frames = tuple(Frame(file=name, line=at, function=f"f{at}") for at, name in enumerate(files))
-    return RaisedException(exception_type=kind, message=message, frames=frames, source="raise late", caller=caller)
-
-
-def test_a_time_limit_of_the_scripts_own_that_strikes_in_a_collective_is_a_symptom() -> None:
-    assert class_of(interrupted("TimeoutError", "no step within 60 s")) is FailureClass.SYMPTOM
-    assert class_of(interrupted("StepError", "step 7 took longer than 60 s")) is FailureClass.SYMPTOM
-
-
-@pytest.mark.parametrize(
-    "one",
-    [
-        interrupted("ValueError", "the preemption notice came"),
-        interrupted("TimeoutError", "no answer of the tokenizer", caller="pickler.dump(obj)"),
-        raised("TimeoutError", "no step within 60 s", source="raise TimeoutError(text)"),
-    ],
-    ids=["another reason", "called by the collective", "outside"],
-)
-def test_another_exception_of_a_handler_is_no_symptom(one: RaisedException) -> None:
-    assert class_of(one) is None
-
-
-def test_what_fails_in_the_cleanup_of_an_exception_is_not_named() -> None:
-    first = RaisedException(exception_type="AssertionError", message="3 images, 4 captions", while_handling=True)
-    frames = (Frame(file="train.py", line=9, function="<module>"), Frame(file="train.py", line=5, function="__exit__"))
-    last = RaisedException(exception_type="RuntimeError", message="2 writers are open", frames=frames, source="raise x")
-    assert find_origin((last, first)) is first
-    meant = RaisedException(exception_type="ConfigError", message="no lr", frames=frames[:1], source="raise x")
-    assert find_origin((meant, first)) is meant
-
-
 def test_a_watchdog_of_the_scripts_own_shows_that_a_rank_waited() -> None:
     """The words of a thread that called `os._exit`, and those before `_thread.interrupt_main()` in a collective."""
     assert explain_text("monitor: no progress for 60 s, ending this process\nstep 7\n") is OWN_WATCHDOG
@@ -263,4 +225,4 @@ def test_a_watchdog_of_the_scripts_own_shows_that_a_rank_waited() -> None:
     assert explain_text("cannot open shard 7\nno progress for 60 s\n") is None
     frames = (Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=3, function="barrier"),)
     one = RaisedException(exception_type="KeyboardInterrupt", message="no progress for 60 s", frames=frames)
-    assert class_of(one) is FailureClass.SYMPTOM
+    assert class_of(one) is SYMPTOM

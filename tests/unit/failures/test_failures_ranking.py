@@ -85,12 +85,8 @@ def test_what_was_printed_first_is_the_cause_and_not_what_ended_first() -> None:
     assert cause_of(lives_on, crashed).failure is lives_on, "a crash is over when its process is"
     unknown = failure(1, 4, ROOT)
     assert cause_of(lives_on, next_one, unknown).failure is next_one, "one has no known time: all by their ends"
-
-
-def test_close_times_of_printed_failures_are_a_tie() -> None:
-    one, other = printed(failure(0, 5, ROOT), 1.0), printed(failure(3, 2, ROOT), 1.03)
-    assert cause_of(one, other).confidence is Confidence.TIE
-    assert cause_of(one, printed(other, 1.1)).confidence is Confidence.HIGH
+    assert cause_of(lives_on, printed(next_one, 1.03)).confidence is Confidence.TIE
+    assert cause_of(lives_on, printed(next_one, 1.1)).confidence is Confidence.HIGH
 
 
 def test_a_cause_that_a_stopped_rank_had_printed_is_a_cause() -> None:
@@ -102,6 +98,13 @@ def test_a_cause_that_a_stopped_rank_had_printed_is_a_cause() -> None:
     both = cause_of(slow, own, victim)
     assert (both.failure, both.confidence) == (slow, Confidence.LOW)
     assert both.candidates == (own,)
+    # The same failure is the same where the stop came before it was printed, and counts as such again.
+    first = printed(failure(0, 2, ROOT), 1.0)
+    others = [replace(printed(failure(rank, 3, ROOT), 1.3, stopped=1.2), fingerprint="F0") for rank in (1, 2)]
+    assert cause_of(first, *others).same_failure == (0, 1, 2)
+    assert sum_up(others[:1], node=0, seconds=1.0).fingerprint == "F0"
+    killed = failure(0, 5, ROOT, raised=False, signal="SIGKILL")
+    assert sum_up([killed], node=0, seconds=1.0).fingerprint == "", "from outside, and no bug"
 
 
 def test_a_stopped_ranks_symptom_is_none_but_a_symptom() -> None:
@@ -136,12 +139,6 @@ def test_a_caught_exception_of_a_stopped_rank_comes_after_all_else() -> None:
     assert (found.cause, [suspect.rank for suspect in found.suspects]) == (Cause.UNKNOWN, [2, 1])
 
 
-def test_the_same_failure_is_the_same_where_the_stop_came_before_it_was_printed() -> None:
-    first = printed(failure(0, 2, ROOT), 1.0)
-    others = [replace(printed(failure(rank, 3, ROOT), 1.3, stopped=1.2), fingerprint="F0") for rank in (1, 2)]
-    assert cause_of(first, *others).same_failure == (0, 1, 2)
-
-
 def test_a_cancelled_run_has_no_cause() -> None:
     """Ranks that are being ended lose each other."""
     stopped = [printed(failure(rank, 3, kind), 1.0, stopped=1.2) for rank, kind in enumerate((SYMPTOM, SYMPTOM))]
@@ -149,23 +146,14 @@ def test_a_cancelled_run_has_no_cause() -> None:
     assert cause_of(*stopped, caught).cause is Cause.NONE
 
 
-def test_what_the_agent_ended_without_an_exception_is_no_cause() -> None:
-    ended = failure(0, 1, FailureClass.STOPPED_BY_US, raised=False, signal="SIGTERM")
-    assert decide_verdict([ended]).failure is None
-    later = failure(1, 2, SYMPTOM)
-    assert decide_verdict([ended, later]).failure is later
-
-
 @pytest.mark.parametrize("classes", [*itertools.permutations([one for one in FailureClass if one is not ROOT], 2)])
 def test_the_coordinator_puts_the_scripts_own_failure_first(classes: tuple[FailureClass, ...]) -> None:
     nodes = [sum_up([failure(i, 9 - i, one)], node=i, seconds=1) for i, one in enumerate((*classes, ROOT))]
     for order in itertools.permutations(nodes):
         assert first_failure(order).failure_class == ROOT.value
-
-
-def test_a_failure_that_is_not_described_yet_is_no_better_than_a_symptom() -> None:
     known = sum_up([failure(0, 1, FailureClass.INFRASTRUCTURE)], node=0, seconds=1)
-    assert first_failure([replace(known, failure_class="unknown", node=1), known]) is known
+    undescribed = replace(known, failure_class="unknown", node=1)
+    assert first_failure([undescribed, known]) is known, "no better than a symptom"
 
 
 def test_a_failure_comes_back_from_its_event_without_its_texts() -> None:
@@ -205,17 +193,9 @@ def test_of_one_failure_on_several_ranks_the_earliest_time_that_is_shown_counts_
     for order in itertools.permutations(failures):
         verdict = decide_verdict(order)
         assert verdict.failure is not None
-        assert verdict.failure.global_rank == 1
-        assert verdict.confidence is Confidence.HIGH
+        assert (verdict.failure.global_rank, verdict.confidence) == (1, Confidence.HIGH)
         assert verdict.evidence == "the same failure on 3 ranks (0-2); this one was seen first"
         assert sum_up(order, node=0, seconds=1.0).message == "rank 1: ValueError: 1"
-
-
-def test_a_failure_that_the_stop_overtook_counts_as_the_same_failure_again() -> None:
-    stopped = printed(failure(0, 5, ROOT), 1.0, stopped=1.5)
-    assert sum_up([stopped], node=0, seconds=1.0).fingerprint == "F0"
-    killed = failure(0, 5, ROOT, raised=False, signal="SIGKILL")
-    assert sum_up([killed], node=0, seconds=1.0).fingerprint == "", "from outside, and no bug"
 
 
 @pytest.mark.parametrize(

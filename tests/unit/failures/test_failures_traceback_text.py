@@ -76,8 +76,7 @@ SyntaxError: invalid syntax
 
 def test_plain() -> None:
     found = traceback_in(PLAIN)
-    assert (found.exception_type, found.message, found.causes) == ("ValueError", "bad batch 17", ())
-    assert found.headline == "ValueError: bad batch 17"
+    assert (found.headline, found.causes) == ("ValueError: bad batch 17", ())
     assert found.text == PLAIN.split("\n", 1)[1].rstrip("\n")
     assert found.frames == (
         Frame(file="/home/ann/train.py", line=9, function="<module>"),
@@ -89,24 +88,20 @@ def test_plain() -> None:
 def test_chained_names_its_causes_nearest_first() -> None:
     found = traceback_in(CHAINED)
     assert found.headline == "RuntimeError: while handling"
-    assert found.causes == ("pkg.errors.LoadError: outer", "KeyError: 'inner'")
-    assert found.text == CHAINED.rstrip("\n")
+    assert (found.causes, found.text) == (("pkg.errors.LoadError: outer", "KeyError: 'inner'"), CHAINED.rstrip("\n"))
     assert found.frames == (Frame(file="/home/ann/py.py", line=11, function="<module>"),)
 
 
 def test_a_message_of_several_lines_ends_where_something_else_begins() -> None:
     text = PLAIN + "note one\nnote two\n[W1121 05:45:12.1 socket.cpp:1] [c10d] something else\n"
     found = traceback_in(text)
-    assert found.message == "bad batch 17\nnote one\nnote two"
-    assert found.lines_after == 1
+    assert (found.message, found.lines_after) == ("bad batch 17\nnote one\nnote two", 1)
 
 
 def test_torchs_rank_prefix_is_taken_off() -> None:
     text = "".join(f"[rank3]: {line}\n" for line in PLAIN.splitlines()) + "[rank3]:[E1 a.cpp:1] log\nmore\n"
     found = traceback_in(text)
-    assert found.headline == "ValueError: bad batch 17"
-    assert found.message == "bad batch 17"
-    assert "[rank3]" not in found.text
+    assert (found.headline, found.text) == ("ValueError: bad batch 17", traceback_in(PLAIN).text)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +141,6 @@ def test_a_syntax_error_has_no_header() -> None:
 def test_text_without_a_traceback() -> None:
     for text in ("", "\n\n", "Traceback (most recent call last):", PLAIN[:60], "SyntaxError: invalid syntax\n"):
         assert find_python_traceback(text) is None
-
-
-def test_a_cut_traceback_is_none_and_an_earlier_whole_one_is_found() -> None:
     assert traceback_in(PLAIN + "Traceback (most recent call last):\n  File ").message == "bad batch 17"
 
 
@@ -168,6 +160,13 @@ def test_a_fatal_error_gives_the_current_threads_stack() -> None:
     assert [frame.function for frame in found.frames] == ["<module>", "string_at"]
     assert found.text.startswith("Fatal Python error: Segmentation fault\n\nCurrent thread")
     assert find_fatal_error(PLAIN) is None
+    again = SEGFAULT.replace("<module>\n", "<module>\n" + '  File "/u/train.py", line 5 in deep\n' * 100 + "  ...\n")
+    overflow = find_fatal_error(again)
+    assert overflow is not None
+    assert "a stack overflow?" in overflow.message
+    whole = find_fatal_error(again.replace("  ...\n", ""))
+    assert whole is not None
+    assert whole.message == found.message
 
 
 def test_a_cpp_termination() -> None:
@@ -182,23 +181,70 @@ def test_a_cpp_termination() -> None:
     assert find_cpp_terminate(PLAIN) is None
 
 
-def test_clean_text_leaves_what_can_be_printed_and_stored() -> None:
+def test_texts_are_cleaned_and_cut_in_the_middle() -> None:
     assert clean_text("a\x1b[31mred\x1b[0m\x00\x07b\r\nc\rd\ud800e\t\u00e9") == "aredb\nc\nd?e\t\u00e9"
-
-
-def test_cut_middle_keeps_both_ends() -> None:
-    text = cut_middle("a" * 100 + "z" * 100, 80)
-    assert text.startswith("a" * 10 + "\n... 120 characters cut ...\n")
-    assert text.endswith("z" * 70)
+    assert cut_middle("a" * 100 + "z" * 100, 80) == "a" * 10 + "\n... 120 characters cut ...\n" + "z" * 70
     assert cut_middle("short", 80) == "short"
 
 
-def test_a_fatal_error_with_the_same_calls_over_and_over_is_called_an_overflow() -> None:
-    frames = '  File "/u/train.py", line 5 in deep\n' * 100
-    dump = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
-    found = find_fatal_error(dump + "  ...\n")
-    assert found is not None
-    assert "a stack overflow?" in found.message
-    whole = find_fatal_error(dump)
-    assert whole is not None
-    assert whole.message == "Fatal Python error: Segmentation fault"
+# -- as rich 15.0.0 draws them
+
+BOX = """\
+some line before
+╭───────────────────── Traceback (most recent call last) ──────────────────────╮
+│ /home/ann/r1.py:13 in <module>                                               │
+│                                                                              │
+│   10 │   raise ValueError("bad batch")                                       │
+│   11 def main():                                                             │
+│   12 │   step(17)                                                            │
+│ ❱ 13 main()                                                                  │
+│   14                                                                         │
+│                                                                              │
+│ /home/someuser/projects/llm-pretraining/experiments/2026-11-21-ablation-     │
+│ src/training/r1.py:12 in main                                                │
+│                                                                              │
+│   11 def main():                                                             │
+│ ❱ 12 │   step(17)                                                            │
+│                                                                              │
+│ ╭─── locals ────╮                                                            │
+│ │ data = [1, 2] │                                                            │
+│ │    n = 17     │                                                            │
+│ ╰───────────────╯                                                            │
+╰──────────────────────────────────────────────────────────────────────────────╯
+ValueError: bad batch
+"""
+UNBOXED = """\
+Traceback (most recent call last):
+  File "/home/ann/r1.py", line 13, in <module>
+    main()
+  File "/home/someuser/projects/llm-pretraining/experiments/2026-11-21-ablation-src/training/r1.py", line 12, in main
+    step(17)
+ValueError: bad batch"""
+
+
+def ascii_box(text: str) -> str:
+    """As rich draws it where the output's encoding has no boxes."""
+    lines = []
+    for line in text.split("\n"):
+        is_edge = line.startswith(("╭", "╰"))
+        line = line.translate(str.maketrans("╭╮╰╯─│", "++++-|")) if is_edge else line.replace("│", "|")
+        lines.append(line.replace("❱", "\\u2771"))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("text", [BOX, ascii_box(BOX)], ids=["unicode", "ascii"])
+def test_a_box_reads_like_a_traceback(text: str) -> None:
+    found = traceback_in(text)
+    assert (found.text, found.headline) == (UNBOXED, "ValueError: bad batch")
+    assert found.frames[0] == Frame(file="/home/ann/r1.py", line=13, function="<module>")
+    assert [frame.function for frame in found.frames] == ["<module>", "main"]
+    assert found.span == (1, 22), "by the lines of what was printed"
+
+
+def test_boxes_of_a_chain_and_one_that_was_cut() -> None:
+    last = BOX.replace("some line before\n", "").replace("ValueError", "RuntimeError")
+    found = traceback_in(f"{BOX}\nThe above exception was the direct cause of the following exception:\n\n{last}")
+    assert (found.headline, found.causes) == ("RuntimeError: bad batch", ("ValueError: bad batch",))
+    cut = BOX[: BOX.index("╰──────────────────────────────────────────────")]
+    assert find_python_traceback(cut) is None
+    assert traceback_in(f"{UNBOXED}\n{cut}").text.startswith(UNBOXED)

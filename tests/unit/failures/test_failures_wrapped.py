@@ -58,6 +58,8 @@ def test_a_childs_exception_stands_first(tmp_path: Path, between: str) -> None:
     failure = described(tmp_path, CHILD + between + PARENT)
     assert failure.headline.startswith("ValueError: tokenizer: bad merge table (subprocess.CalledProcessError: Command")
     assert failure.exception_type == "ValueError"
+    full = described(tmp_path, f"tar: /scratch/x: Cannot write: No space left on device\n{PARENT}")
+    assert full.failure_class is FailureClass.INFRASTRUCTURE
 
 
 IN_RUN = CHILD.replace("<module>", "run")
@@ -92,11 +94,6 @@ def test_what_another_process_or_thread_printed_stands_beside_a_general_exceptio
 ) -> None:
     found = described(tmp_path, stderr).headline
     assert found.startswith(headline) if "subprocess" in headline else found == headline
-
-
-def test_a_childs_full_disk_is_one(tmp_path: Path) -> None:
-    failure = described(tmp_path, f"tar: /scratch/x: Cannot write: No space left on device\n{PARENT}")
-    assert failure.failure_class is FailureClass.INFRASTRUCTURE
 
 
 def test_a_line_that_a_script_hides_behind_its_own_exception(tmp_path: Path) -> None:
@@ -213,16 +210,3 @@ def test_what_was_logged_just_before(
     assert failure.headline.startswith(exception.rsplit("\n    ")[-1].split("\n")[1].split(",")[0])
     assert (also in failure.headline, failure.is_of_logged) == (True, is_of_logged)
     assert failure.failure_class is not FailureClass.SYMPTOM
-
-
-def test_a_threads_exception_right_before_a_general_one(tmp_path: Path) -> None:
-    thread = (
-        "Exception in thread Thread-1 (save):\nTraceback (most recent call last):\n"
-        '  File "/usr/lib/python3.11/threading.py", line 1045, in _bootstrap_inner\n    self.run()\n'
-        '  File "/home/ann/train.py", line 4, in save\n    file.write(part)\n'
-        "OSError: [Errno 28] No space left on device\n"
-    )
-    hiding = HIDING.replace("training step failed", "the checkpoint of step 100 was not written")
-    failure = described(tmp_path, thread + hiding)
-    assert "No space left on device" in failure.headline
-    assert failure.failure_class is FailureClass.INFRASTRUCTURE

@@ -108,12 +108,6 @@ def test_a_rank_that_never_entered_is_named_with_all_that_is_known() -> None:
     assert analysis.groups[0].waiting == ((0, 4), (1, 4), (3, 4))
 
 
-def test_two_ranks_may_be_guilty_at_once() -> None:
-    assert named(judge(waiting(4, without=(1, 3)))) == [(1, Reason.NEVER_ENTERED), (3, Reason.NEVER_ENTERED)]
-    ranks = waiting(4, without=(3,)) | {1: [*ran(3), call("broadcast", 4, done=False)]}
-    assert named(judge(ranks)) == [(1, Reason.OTHER_COLLECTIVE), (3, Reason.NEVER_ENTERED)]
-
-
 @pytest.mark.parametrize(
     ("entry", "kind", "reason"),
     [
@@ -139,36 +133,84 @@ def test_a_rank_that_calls_something_else_is_named(entry: dict, kind: Reason, re
     assert (suspect.rank, suspect.kind, suspect.reason) == (2, kind, reason)
 
 
-def test_the_first_difference_counts_and_not_what_follows_from_it() -> None:
-    # Rank 1 left out a broadcast: from there on its numbers are one behind, and at the end it misses the last.
-    others = [*ran(2), call("broadcast", 3), *ran(3, first=4), call("all_gather", 7, done=False)]
-    behind = [*ran(5), call("all_gather", 6, done=False)]
-    analysis = judge({0: others, 1: behind, 2: others, 3: others})
-    assert {suspect.rank for suspect in analysis.suspects} == {1}
-    assert analysis.suspects[0].sequence == 3
+def put_together(number: int, *parts: str, end: str = "coalesced", done: bool = False, **more: Any) -> list[dict]:
+    """What a coalescing manager leaves: entries that stay as they were enqueued, and one at their end with a state."""
+    inner = [call(part, number, done=False, state="scheduled", **more) for part in parts]
+    return [*inner, call(end, number, done=done, shape=None)]
 
 
-def test_the_same_elements_in_another_shape_are_no_difference() -> None:
-    ranks = waiting(4, without=(0,)) | {3: [*ran(3), call("all_reduce", 4, done=False, shape=((1 << 21,), "BFloat16"))]}
-    assert named(judge(ranks)) == [(0, Reason.NEVER_ENTERED)]
+def all_to_all(*sizes: int) -> dict[int, list[dict]]:
+    return {rank: [call("all_to_all", 1, shape=((size,), "Float"))] for rank, size in enumerate(sizes)}
 
 
-def test_without_a_majority_every_rank_is_named() -> None:
-    ranks = {0: [call("all_reduce", 1, done=False)], 1: [call("broadcast", 1, done=False)]}
-    groups = {"0": {"desc": "default_pg", "ranks": "[0, 1]"}}
-    assert named(judge(ranks, groups=groups)) == [(0, Reason.OTHER_COLLECTIVE), (1, Reason.OTHER_COLLECTIVE)]
+def retired(backend: str) -> dict[int, list[dict]]:
+    names = {"profiling_name": f"{backend}:all_reduce", "retired": True}
+    return {rank: [{**entry, **names} for entry in entries] for rank, entries in waiting(4, without=(2,)).items()}
 
 
-def test_ranks_may_give_all_to_all_different_sizes() -> None:
-    ranks = {
-        rank: [call("all_to_all", 1, shape=((rank,), "Float")), call("all_reduce", 2, done=False)] for rank in (0, 1, 3)
-    }
-    assert named(judge(ranks | {2: [call("all_to_all", 1, shape=((9,), "Float"))]})) == [(2, Reason.NEVER_ENTERED)]
+IN_4 = call("all_reduce", 4, done=False)
+FLAT = call("all_reduce", 4, done=False, shape=((1 << 21,), "BFloat16"))
+BROADCAST = call("broadcast", 4, done=False)
+LEFT_ONE_OUT = [*ran(2), call("broadcast", 3), *ran(3, first=4), call("all_gather", 7, done=False)]
+WRAPPED = [*ran(50, first=100), call("all_reduce", 150, done=False)]
+BOTH = put_together(100, "broadcast", "all_reduce", done=True)
+COALESCED = [*BOTH, *ran(5, first=101), call("all_reduce", 106, done=False)]
 
 
-def test_a_ring_that_has_wrapped_is_compared_as_far_as_it_goes() -> None:
-    ranks = {rank: [*ran(50, first=100), call("all_reduce", 150, done=False)] for rank in (0, 1, 3)}
-    assert named(judge(ranks | {2: ran(40, first=110)})) == [(2, Reason.NEVER_ENTERED)]
+@pytest.mark.parametrize(
+    ("ranks", "suspects"),
+    [
+        pytest.param(
+            waiting(4, without=(1, 3)), [(1, Reason.NEVER_ENTERED), (3, Reason.NEVER_ENTERED)], id="two are missing"
+        ),
+        pytest.param(
+            waiting(4, without=(3,)) | {1: [*ran(3), BROADCAST]},
+            [(1, Reason.OTHER_COLLECTIVE), (3, Reason.NEVER_ENTERED)],
+            id="one that is missing and one in another",
+        ),
+        pytest.param(  # from there on its numbers are one behind, and at the end it misses the last
+            dict.fromkeys(range(4), LEFT_ONE_OUT) | {1: [*ran(5), call("all_gather", 6, done=False)]},
+            [(1, Reason.OTHER_COLLECTIVE)],
+            id="the first difference counts",
+        ),
+        pytest.param(
+            waiting(4, without=(0,)) | {3: [*ran(3), FLAT]}, [(0, Reason.NEVER_ENTERED)], id="another shape is none"
+        ),
+        pytest.param(
+            {0: [IN_4], 1: [BROADCAST]},
+            [(0, Reason.OTHER_COLLECTIVE), (1, Reason.OTHER_COLLECTIVE)],
+            id="no majority: each is named",
+        ),
+        pytest.param(
+            {rank: [*entries, *([] if rank == 2 else [call("all_reduce", 2, done=False)])]
+             for rank, entries in all_to_all(0, 1, 9, 3).items()},
+            [(2, Reason.NEVER_ENTERED)],
+            id="sizes of all_to_all may differ",
+        ),
+        pytest.param(
+            dict.fromkeys(range(4), WRAPPED) | {2: ran(40, first=110)}, [(2, Reason.NEVER_ENTERED)], id="a wrapped ring"
+        ),
+        pytest.param(
+            dict.fromkeys(range(4), COALESCED) | {2: [*BOTH[1:], *ran(5, first=101)]},
+            [(2, Reason.NEVER_ENTERED)],
+            id="a ring that has lost the first of what was put together",
+        ),
+        pytest.param(
+            {rank: ran(4) for rank in range(4)} | {2: [*ran(3), IN_4]}, [(2, Reason.NOT_COMPLETED)], id="not completed"
+        ),
+        pytest.param({rank: ran(3) for rank in range(4)} | {1: [*ran(3), IN_4]}, [(1, Reason.ALONE)], id="alone"),
+        *[
+            pytest.param(retired(backend), [(2, Reason.NEVER_ENTERED)], id=f"{backend}'s watchdog retires what waits")
+            for backend in ("nccl", "xccl", "rccl")
+        ],
+        pytest.param(waiting(4), [], id="all wait in the same"),
+        pytest.param({rank: ran(3) for rank in range(4)}, [], id="none waits"),
+    ],
+)  # fmt: skip
+def test_which_ranks_are_named(ranks: dict[int, list[dict]], suspects: list[tuple[int, Reason]]) -> None:
+    found = judge(ranks)
+    assert named(found) == suspects
+    assert ranks[0] != LEFT_ONE_OUT or found.suspects[0].sequence == 3
 
 
 TENSOR_PARALLEL = {
@@ -190,32 +232,17 @@ def test_a_rank_that_waits_in_another_group_is_no_suspect() -> None:
     ranks[0] = [*ran(3), call("all_gather", 1, group="3", done=False)]
     (suspect,) = judge(ranks, groups=TENSOR_PARALLEL).suspects
     assert (suspect.rank, suspect.group) == (1, "3")
-
-
-def test_groups_of_a_subset_need_only_their_own_ranks() -> None:
+    # Groups of a subset need only their own ranks.
     ranks = {rank: ran(3) for rank in range(4)}
     ranks[2] = [*ran(3), call("all_gather", 1, group="4", done=False)]
     (suspect,) = judge(ranks, groups=TENSOR_PARALLEL).suspects
     assert suspect.rank == 3
     assert "which rank 2 waits in" in suspect.reason
-
-
-def test_ranks_that_wait_for_each_other_are_named_both() -> None:
     pair = {"a": {"ranks": "[0, 1]"}, "b": {"ranks": "[0, 1]"}}
     ranks = {0: [call("all_reduce", 1, group="a", done=False)], 1: [call("all_reduce", 1, group="b", done=False)]}
     analysis = judge(ranks, groups=pair)
     assert named(analysis) == [(0, Reason.EACH_OTHER), (1, Reason.EACH_OTHER)]
     assert "waits in all_reduce #1 of group a" in analysis.suspects[0].reason
-
-
-def test_a_rank_that_did_not_complete_what_the_others_did_is_named() -> None:
-    ranks = {rank: ran(4) for rank in range(4)} | {2: [*ran(3), call("all_reduce", 4, done=False)]}
-    assert named(judge(ranks)) == [(2, Reason.NOT_COMPLETED)]
-
-
-def test_one_rank_in_what_no_other_comes_to_is_the_odd_one_out() -> None:
-    ranks = {rank: ran(3) for rank in range(4)} | {1: [*ran(3), call("all_reduce", 4, done=False)]}
-    assert named(judge(ranks)) == [(1, Reason.ALONE)]
 
 
 def test_a_rank_without_a_dump_is_a_suspect_only_where_no_other_rank_is() -> None:
@@ -228,11 +255,12 @@ def test_a_rank_without_a_dump_is_a_suspect_only_where_no_other_rank_is() -> Non
     assert named(judge(ranks)) == [(0, Reason.NEVER_ENTERED)]
 
 
-def test_all_in_the_same_collective_point_at_no_rank() -> None:
-    analysis = judge(waiting(4))
-    assert not analysis.suspects
-    assert "look at the network" in analysis.says
-    assert not judge({rank: ran(3) for rank in range(4)}).suspects
+def test_what_is_said_where_no_rank_is_named() -> None:
+    assert "look at the network" in judge(waiting(4)).says
+    # Seen with torch 2.13 and gloo: `retired` stays false for one of many, for good; what came after has the mark.
+    ranks = {rank: ran(4, profiling_name="gloo:all_reduce", state="scheduled") for rank in range(4)}
+    ranks[1][1]["retired"] = False
+    assert judge(ranks).says == "no rank waits for another one in a collective"
 
 
 def test_a_send_waits_for_its_receive_and_a_receive_for_its_send() -> None:
@@ -250,12 +278,6 @@ def test_a_send_waits_for_its_receive_and_a_receive_for_its_send() -> None:
     assert pair([send], [call("all_reduce", 2, done=False)]) == [(2, Reason.NEVER_ENTERED), (3, Reason.NEVER_ENTERED)]
 
 
-def put_together(number: int, *parts: str, end: str = "coalesced", done: bool = False, **more: Any) -> list[dict]:
-    """What a coalescing manager leaves: entries that stay as they were enqueued, and one at their end with a state."""
-    inner = [call(part, number, done=False, state="scheduled", **more) for part in parts]
-    return [*inner, call(end, number, done=done, shape=None)]
-
-
 def test_what_is_put_together_is_one_call_with_the_state_of_its_end() -> None:
     both = put_together(4, "broadcast", "broadcast", done=True)
     ranks = {rank: [*ran(3), *both, call("all_reduce", 5, done=False)] for rank in (0, 1, 3)}
@@ -270,13 +292,6 @@ def test_what_is_put_together_is_one_call_with_the_state_of_its_end() -> None:
     assert (suspect.rank, suspect.kind) == (1, Reason.OTHER_SIZE)
     other = [*ran(3), *put_together(4, "_broadcast_oop", "_reduce_oop")]
     assert named(judge({0: waits, 1: other, 2: waits, 3: waits})) == [(1, Reason.OTHER_COLLECTIVE)]
-
-
-def test_a_ring_that_has_lost_the_first_of_what_was_put_together_shows_no_difference() -> None:
-    both = put_together(100, "broadcast", "all_reduce", done=True)
-    ranks = {rank: [*both, *ran(5, first=101), call("all_reduce", 106, done=False)] for rank in (0, 1, 3)}
-    ranks[2] = [*both[1:], *ran(5, first=101)]
-    assert named(judge(ranks)) == [(2, Reason.NEVER_ENTERED)]
 
 
 def test_sends_and_receives_that_were_put_together_end_together() -> None:
@@ -336,62 +351,42 @@ def test_an_all_to_all_whose_sizes_do_not_fit_together_is_said_to_be_one() -> No
     )
 
 
-def test_numbers_and_types_may_be_texts() -> None:
-    # As in the test data of torch's own analyser.
-    ranks = waiting(4, without=(2,))
-    for entries in ranks.values():
-        for entry in entries:
+@pytest.mark.parametrize("version", ["1.5", "2.0", "2.10", "texts"])
+def test_older_and_newer_formats_are_read(version: str) -> None:
+    ranks = waiting(4, without=(1,))
+    for entry in (entry for entries in ranks.values() for entry in entries):
+        if version == "1.5":  # torch 2.3: one counter, the group by its number alone
+            entry["seq_id"] = entry.pop("collective_seq_id")
+            entry["pg_name"] = entry.pop("process_group")[0]
+            del entry["is_p2p"], entry["retired"], entry["input_dtypes"]
+        elif version == "2.0":
+            del entry["is_p2p"]
+        elif version == "2.10":
+            entry |= {"thread_id": "1", "a_new_one": {"x": [1]}, "frames": [{"name": "f", "line": 3}]}
+        else:  # as in the test data of torch's own analyser
             entry |= {name: str(entry[name]) for name in ("collective_seq_id", "p2p_seq_id")}
             entry |= {"input_dtypes": "float32", "output_dtypes": "float32"}
-    (suspect,) = judge(ranks).suspects
-    assert suspect.reason.startswith("never entered all_reduce #4 of group default_pg (2097152 elements float32)")
-
-
-@pytest.mark.parametrize("backend", ["nccl", "xccl", "rccl"])
-def test_what_a_watchdog_has_retired_is_not_completed_by_that(backend: str) -> None:
-    ranks = waiting(4, without=(2,))
-    for entries in ranks.values():
-        for entry in entries:
-            entry |= {"profiling_name": f"{backend}:all_reduce", "retired": True}
-    assert named(judge(ranks)) == [(2, Reason.NEVER_ENTERED)]
-
-
-@pytest.mark.parametrize(("version", "change"), [("1.5", "seq_id"), ("2.0", "p2p"), ("2.10", "newer")])
-def test_older_and_newer_formats_are_read(version: str, change: str) -> None:
-    def altered(entries: list[dict]) -> list[dict]:
-        for entry in entries:
-            if change == "seq_id":  # torch 2.3: one counter, the group by its number alone
-                entry["seq_id"] = entry.pop("collective_seq_id")
-                entry["pg_name"] = entry.pop("process_group")[0]
-                del entry["is_p2p"], entry["retired"], entry["input_dtypes"]
-            elif change == "p2p":
-                del entry["is_p2p"]
-            else:
-                entry |= {"thread_id": "1", "a_new_one": {"x": [1]}, "frames": [{"name": "f", "line": 3}]}
-        return entries
-
-    ranks = waiting(4, without=(1,))
     found = [
-        read_dump(json.dumps(dump(altered(entries), version=version, groups=None, a_new_one=[1])).encode(), rank=rank)
+        read_dump(json.dumps(dump(entries, version=version, groups=None, a_new_one=[1])).encode(), rank=rank)
         for rank, entries in ranks.items()
     ]
     assert [one.version for one in found] == [version] * 4
     (suspect,) = analyse(found).suspects
     assert (suspect.rank, suspect.kind) == (1, Reason.NEVER_ENTERED)
-
-
-def test_the_rank_that_a_dump_holds_comes_before_the_names() -> None:
-    assert read_dump(json.dumps(dump(ran(1), rank=7)).encode(), rank=3).rank == 7
-    assert read_dump(pickle.dumps(dump(ran(1)), 2), rank=3).rank == 3
-    with pytest.raises(UnreadableDumpError, match="rank"):
-        read_dump(json.dumps(dump(ran(1))).encode())
+    assert version != "texts" or "(2097152 elements float32)" in suspect.reason
 
 
 @pytest.mark.parametrize(
     ("name", "rank"), [("nccl_trace_rank_12", 12), ("d0", 0), ("7.json", 7), ("x.3.pkl", 3), ("a3b", None), ("", None)]
 )
-def test_the_rank_is_the_number_at_the_end_of_the_name(name: str, rank: int | None) -> None:
+def test_the_rank_is_the_dumps_own_or_the_number_at_the_end_of_the_name(name: str, rank: int | None) -> None:
     assert rank_of_name(name) == rank
+    assert read_dump(json.dumps(dump(ran(1), rank=7)).encode(), rank=rank).rank == 7
+    if rank is not None:
+        assert read_dump(pickle.dumps(dump(ran(1)), 2), rank=rank).rank == rank
+    else:
+        with pytest.raises(UnreadableDumpError, match="rank"):
+            read_dump(json.dumps(dump(ran(1))).encode())
 
 
 class _Evil:
@@ -465,6 +460,9 @@ def test_the_command_names_the_rank_and_says_what_it_could_not_read(
     assert (suspect["rank"], suspect["group"], suspect["collective"]) == (2, "default_pg", "all_reduce")
     assert suspect["reason"].startswith("never entered")
 
+    assert main(["hangs", str(tmp_path)]) == 2
+    assert "no dump of the flight recorder" in capsys.readouterr().err
+
 
 def test_the_command_reads_folders_of_folders_and_of_two_failures_the_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -494,18 +492,15 @@ def test_the_command_reads_folders_of_folders_and_of_two_failures_the_later(
     ]
 
 
-def test_the_command_fails_where_nothing_is_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x_1").write_text("no")
-    assert main(["hangs", str(tmp_path)]) == 2
-    assert "no dump of the flight recorder" in capsys.readouterr().err
-
-
 def test_the_end_of_a_dump_says_the_same_as_the_dump() -> None:
     whole = real("gloo_2.13_never")
     ends = [msgspec.json.decode(msgspec.json.encode(tail_of([one])), type=FlightTail) for one in whole]
     assert analyse(dumps_of({one.rank: end for one, end in zip(whole, ends, strict=True)})) == analyse(whole)
     few = tail_of([whole[0]], most=2)
     assert {track.group: track.sequences for track in few.tracks} == {"0": (5, 6), "1": (1,)}
+    torn = FlightTail(tracks=(TailTrack(group="0", sequences=(1,), calls=(3,), done=(1,)),), members=(("0", "0-x"),))
+    (found,) = dumps_of({0: torn})
+    assert (len(found.collectives), len(found.members)) == (0, 0), "what does not fit together is left out"
 
 
 def test_gloo_marks_what_has_failed_as_done_and_that_is_no_difference() -> None:
@@ -520,23 +515,6 @@ def test_gloo_marks_what_has_failed_as_done_and_that_is_no_difference() -> None:
     (suspect,) = gloo({0: waiting(1)[0], 1: failed, 2: ran(3), 3: failed}).suspects
     assert suspect.rank == 2
     assert "which the 3 others wait in" in suspect.reason
-
-
-def test_gloo_loses_the_mark_of_what_is_done_and_what_came_after_has_it() -> None:
-    # Seen with torch 2.13: `retired` stays false for one of many, for good.
-    ranks = {rank: ran(4) for rank in range(4)}
-    for entries in ranks.values():
-        for entry in entries:
-            entry |= {"profiling_name": "gloo:all_reduce", "state": "scheduled"}
-    ranks[1][1]["retired"] = False
-    assert judge(ranks).says == "no rank waits for another one in a collective"
-
-
-def test_an_end_that_does_not_fit_together_is_left_out() -> None:
-    torn = FlightTail(tracks=(TailTrack(group="0", sequences=(1,), calls=(3,), done=(1,)),), members=(("0", "0-x"),))
-    (found,) = dumps_of({0: torn})
-    assert not found.collectives
-    assert not found.members
 
 
 def doubled(times: int) -> list[object]:
