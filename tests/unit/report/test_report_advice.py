@@ -69,6 +69,9 @@ def test_checkpoints_and_lost_steps_never_cost_more_than_all_the_time() -> None:
     assert text.startswith("save every 5 min 10 s of steps, not every 4 h 00 min")
     assert text.endswith("would cost 23.7 % of the time, now 100.0 %")
     assert interval_cost(1e9, 40.0, 1.0) == 1.0
+    best = (2 * 21600.0 * 40.0) ** 0.5
+    for factor in (0.5, 0.8, 1.3, 2.0):
+        assert interval_cost(best, 40.0, 21600.0) <= interval_cost(best * factor, 40.0, 21600.0) + 0.0005
 
 
 def test_of_a_script_that_does_not_resume_the_interval_is_not_to_blame() -> None:
@@ -77,12 +80,6 @@ def test_of_a_script_that_does_not_resume_the_interval_is_not_to_blame() -> None
         "a failure took back 2 h 00 min of steps (mean of 6), while a checkpoint was complete every 2 min 00 s: "
         "does the script load the newest one?"
     )
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.8, 1.3, 2.0])
-def test_no_interval_costs_less_than_the_one_that_is_advised(factor: float) -> None:
-    best = (2 * 21600.0 * 40.0) ** 0.5
-    assert interval_cost(best, 40.0, 21600.0) <= interval_cost(best * factor, 40.0, 21600.0) + 0.0005
 
 
 def test_the_longest_part_of_a_restart_is_named_with_what_shortens_it() -> None:
@@ -94,13 +91,9 @@ def test_the_longest_part_of_a_restart_is_named_with_what_shortens_it() -> None:
     stops = replace(slow, restart_parts=(*slow.restart_parts, RestartPart(name="stop", seconds=281.0)))
     assert "--grace" in said(stops)["restart"]
     assert said(replace(slow, restarts=1)) == {}
-
-
-def test_what_a_run_has_already_is_not_advised() -> None:
-    slow = replace(COSTS, restart_seconds=300.0, restart_parts=(RestartPart(name="first step", seconds=280.0),))
     assert said(slow, could_fork=False)["restart"].endswith(
         "shorter by a checkpoint that is read sooner, and a compiler's cache that is kept between starts"
-    )
+    ), "what it has already is not advised"
 
 
 def test_a_time_limit_that_costs_more_than_failures_is_named() -> None:
@@ -112,6 +105,18 @@ def test_a_time_limit_that_costs_more_than_failures_is_named() -> None:
     }
     assert set(said(replace(limited, queued=5), queued)) == {"queue", "time_limit"}
     assert "time_limit" not in said(limited, replace(queued, recomputed=30_000.0))
+
+
+def test_a_node_that_began_most_failures_and_a_queue_that_costs_more_than_them() -> None:
+    assert said(replace(COSTS, began_on=(("n7", 4), ("n3", 1))))["nodes"] == (
+        "4 of 6 failures began on n7, one of 16 nodes: --exclude n7"
+    )
+    assert said(replace(COSTS, began_on=(("n7", 4), ("n3", 2)))) == {}
+    queued = replace(GOODPUT, queued=20_000.0)
+    assert said(replace(COSTS, queued=4), queued)["queue"].startswith(
+        "the queue took 5 h 33 min in 4 requeues, more than"
+    )
+    assert said(replace(COSTS, queued=4), replace(queued, recomputed=30_000.0)) == {}
 
 
 def test_a_hangs_timeout_is_compared_with_the_longest_step() -> None:
@@ -141,27 +146,6 @@ def test_each_option_that_is_advised_exists(capsys: pytest.CaptureFixture[str]) 
     named = {found for text in texts for found in re.findall(r"--[a-z][a-z-]*|\w+(?= in --rdzv-conf)", text)}
     assert {"--exclude", "--time", "--start-method", "--shutdown-timeout", "--section-timeouts"} < named
     assert named <= known
-
-
-def test_checkpoints_that_are_reported_outside_of_their_section_have_no_known_time(tmp_path: Path) -> None:
-    history = collect_run(failing_run(tmp_path / "run").root)
-    costs = measure_costs(history, replace(goodput_of(history), checkpointing=0.0))
-    assert (costs.checkpoints, costs.checkpoint_seconds) == (40, None)
-
-
-def test_a_node_that_began_most_failures_is_named() -> None:
-    assert said(replace(COSTS, began_on=(("n7", 4), ("n3", 1))))["nodes"] == (
-        "4 of 6 failures began on n7, one of 16 nodes: --exclude n7"
-    )
-    assert said(replace(COSTS, began_on=(("n7", 4), ("n3", 2)))) == {}
-
-
-def test_a_queue_that_costs_more_than_failures_is_said() -> None:
-    queued = replace(GOODPUT, queued=20_000.0)
-    assert said(replace(COSTS, queued=4), queued)["queue"].startswith(
-        "the queue took 5 h 33 min in 4 requeues, more than"
-    )
-    assert said(replace(COSTS, queued=4), replace(queued, recomputed=30_000.0)) == {}
 
 
 def failing_run(root: Path) -> RunBuilder:
@@ -203,15 +187,16 @@ def test_a_runs_costs_are_measured_and_add_up_over_its_attempts(tmp_path: Path) 
     assert sum(parts) == pytest.approx(goodput.wall)
     costs = measure_costs(history, goodput)
     assert (costs.failures, costs.checkpoints, costs.restarts, costs.queued) == (3, 40, 2, 1)
-    assert costs.checkpoint_seconds == pytest.approx(20.0)
-    assert costs.checkpoint_every == pytest.approx(80.0, rel=0.02)
+    assert (costs.checkpoint_seconds, costs.checkpoint_every) == (pytest.approx(20.0), pytest.approx(80.0, rel=0.02))
     assert costs.time_to_failure == pytest.approx((goodput.wall - goodput.queued) / 3)
     assert costs.restart_seconds == pytest.approx(sum(part.seconds for part in costs.restart_parts), rel=0.1)
-    assert costs.longest_step == 31.5
-    assert costs.began_on == (("n2", 3),)
+    assert (costs.longest_step, costs.began_on) == (31.5, (("n2", 3),))
     found = {one.about: one.text for one in advise(measure_costs(history, goodput), goodput)}
     assert "3 of 3 failures began on n2" in found["nodes"]
     assert f"Advice: {found['nodes']}"[:60] in render_text(Document(history))
+    # Checkpoints that are reported outside of their section have no known time.
+    unknown = measure_costs(history, replace(goodput, checkpointing=0.0))
+    assert (unknown.checkpoints, unknown.checkpoint_seconds) == (40, None)
 
 
 def limited_run(root: Path) -> RunBuilder:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,27 +34,38 @@ def test_attempt_and_width_and_all(root: Path, capsys: pytest.CaptureFixture[str
     assert "No failures so far." in capsys.readouterr().out
     assert call("report", str(root), "--attempt", "7") == 2
     assert "has no attempt 7; it has 0, 1" in capsys.readouterr().err
-
-
-def test_a_copy_without_its_run_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "run.json").unlink()
+    (root / "run.json").unlink()  # as in a copy
     assert call("report", str(root)) == 0
     assert "ValueError" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", [".", "no-such-run", "424242"])
-def test_what_means_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+def test_a_page_beside_the_report_or_elsewhere(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", str(root), "--format", "html", "--output", str(tmp_path / "o.html")) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'o.html'}\n"
+    assert call("report", str(root), "--format", "html", "--output", "-") == 0
+    assert capsys.readouterr().out == (tmp_path / "o.html").read_text()
+    assert not (root / "attempt-001" / "report.html").exists()
+    for more, folder in (([], "attempt-001"), (["--attempt", "0"], "attempt-000")):
+        assert call("report", str(root), "--format", "html", *more) == 0
+        path = Path(capsys.readouterr().out.rstrip("\n"))
+        assert path == root / folder / "report.html"
+        assert path.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("/no-such-folder/x.html", "/no-such-folder/x.html can't be written"),
+        ("a-pipe", "not a regular file"),
+        (".", "not a regular file"),
+    ],
+)
+def test_where_no_page_can_be_written(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: str, words: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert call("report", text) == 2
+    monkeypatch.chdir(root.parent)
+    os.mkfifo("a-pipe")
+    assert call("report", str(root), "--format", "html", "--output", output) == 2
     err = capsys.readouterr().err
-    assert err.startswith("hpc-elastic: error: ")
+    assert words in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("wrong", [["--width", "-3"], ["--attempt", "x"], ["--format", "pdf"], ["--nope"]])
-def test_wrong_values(root: Path, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("report", str(root), *wrong) == 2
-    assert wrong[0].lstrip("-") in capsys.readouterr().err

@@ -106,23 +106,13 @@ def test_missing_files_are_made_up_for_by_others_that_are_alike(tmp_path: Path) 
     part = ended(builder)
     assert [rank for rank in range(64) if part.failures[rank].traceback] == list(range(8, 8 + ALIKE))
     assert ["missing" in part.failures[rank].problem for rank in (0, 7, 8, 60)] == [True, True, False, False]
-
-
-def test_ranks_that_are_asked_for_are_read(tmp_path: Path) -> None:
-    builder = begun(tmp_path, nodes=64)
-    for rank in range(64):
-        builder.fail(make_failure(rank, at=60 + rank / 100, exception="ValueError: bad"))
-    ended(builder)
-    part = collect_run(builder.root, ranks={3, 50}).attempts[0].rounds[0]
-    assert [rank for rank in range(64) if part.failures[rank].traceback] == [*range(ALIKE), 50]
-
-
-def test_where_none_is_left_each_says_so(tmp_path: Path) -> None:
-    builder = begun(tmp_path, nodes=40)
+    asked = collect_run(builder.root, ranks={3, 50}).attempts[0].rounds[0]
+    assert [rank for rank in range(64) if asked.failures[rank].traceback] == [*range(8, 8 + ALIKE), 50]
+    (tmp_path / "few").mkdir()
+    few = begun(tmp_path / "few", nodes=40)
     for rank in range(40):
-        builder.fail(make_failure(rank, at=60 + rank / 100, exception="ValueError: bad"), error_file=rank < 3)
-    part = ended(builder)
-    assert ["missing" in failure.problem for failure in part.failures] == [False] * 3 + [True] * 37
+        few.fail(make_failure(rank, at=60 + rank / 100, exception="ValueError: bad"), error_file=rank < 3)
+    assert ["missing" in failure.problem for failure in ended(few).failures] == [False] * 3 + [True] * 37
 
 
 def test_no_folder_is_looked_into_where_all_is_told(
@@ -142,69 +132,42 @@ def test_no_folder_is_looked_into_where_all_is_told(
     assert listed == ["attempt-000"]
 
 
-def cut_after_end(builder: RunBuilder) -> None:
-    """The agent of node 2 died after it had told the workers' end, before it told who failed."""
-    builder.stopped(0, 0, at=89)
-    for node in (0, 1, 3):
-        builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
-
-
-def lose_a_line(builder: RunBuilder) -> None:
-    """A full disk took a line of node 2's."""
-    builder.stopped(0, 0, at=89)
-    ended_by_agents(builder)
-    drop_lines(builder, "workers_stopped")
-
-
-def lose_the_word(builder: RunBuilder) -> None:
-    """The line that tells of the failure itself is torn."""
-    builder.stopped(0, 0, at=88)
-    builder.event(0, "agent", 2, 89, "worker_failed", round=0, rank=2)
-    ended_by_agents(builder)
-    drop_lines(builder, "worker_failed")
-
-
-def leave_without_a_word(builder: RunBuilder) -> None:
-    """An agent that told its own end, and never that of its workers."""
-    builder.stopped(0, 0, at=88, without=(2,))
-    ended_by_agents(builder)
-
-
-def ended_by_agents(builder: RunBuilder) -> None:
-    for node in range(4):
-        builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
-
-
-def drop_lines(builder: RunBuilder, event: str) -> None:
-    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
-    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines() if event not in line))
-
-
-def lose_the_file(builder: RunBuilder) -> None:
-    ended(builder)
-    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
-    path.unlink()
-
-
-def still_running(builder: RunBuilder) -> None:
-    """Nobody has told of any end yet."""
-
-
 @pytest.mark.parametrize(
-    "loss", [cut_after_end, lose_a_line, lose_the_word, leave_without_a_word, lose_the_file, still_running]
+    ("without", "end_of", "dropped"),
+    [
+        pytest.param((), (0, 1, 3), "", id="its agent died before it told who failed"),
+        pytest.param((), (0, 1, 2, 3), "workers_stopped", id="a full disk took a line"),
+        pytest.param((), (0, 1, 2, 3), "worker_failed", id="the line of the failure itself is torn"),
+        pytest.param((2,), (0, 1, 2, 3), "", id="its agent told its own end alone"),
+        pytest.param((), (0, 1, 2, 3), "{", id="its file is gone"),
+        pytest.param((0, 1, 2, 3), (), "", id="nobody has told of any end yet"),
+    ],
 )
-def test_a_failure_that_no_event_tells_of_is_found(tmp_path: Path, loss: object) -> None:
+def test_a_failure_that_no_event_tells_of_is_found(
+    tmp_path: Path, without: tuple[int, ...], end_of: tuple[int, ...], dropped: str
+) -> None:
     builder = begun(tmp_path)
     inner = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1795000030"}}
     (folder_of(builder, 2) / "error.json").write_text(json.dumps({"message": inner}))
-    loss(builder)  # type: ignore[operator]
+    builder.stopped(0, 0, at=88, without=without)
+    if dropped == "worker_failed":
+        builder.event(0, "agent", 2, 89, "worker_failed", round=0, rank=2)
+    for node in end_of:
+        builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
+    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not dropped or dropped not in line))
+    if dropped == "{":
+        path.unlink()
     (part,) = collect_run(builder.root).attempts[0].rounds
     assert [(failure.global_rank, failure.message) for failure in part.failures] == [(2, "ValueError: x")]
 
 
 def test_what_is_missing_of_the_events_is_said(tmp_path: Path) -> None:
     builder = begun(tmp_path, nodes=6)
+    assert collect_run(builder.root).attempts[0].problems == ()
     ended(builder)
+    assert collect_run(builder.root).attempts[0].problems == ()
     events = builder.paths.attempt(0).events
     for pattern in ("supervisor-*", "agent-00001-*", "agent-00004-*"):
         (path,) = events.glob(pattern)
@@ -217,20 +180,6 @@ def test_what_is_missing_of_the_events_is_said(tmp_path: Path) -> None:
         "no events of 2 of 6 nodes: n2, n5",
         "3 lines of the events of n3 are missing or torn",
     )
-
-
-def test_nothing_is_said_to_be_missing_of_a_whole_run(tmp_path: Path) -> None:
-    builder = begun(tmp_path)
-    assert collect_run(builder.root).attempts[0].problems == ()
-    ended(builder)
-    assert collect_run(builder.root).attempts[0].problems == ()
-
-
-def test_the_rank_that_did_not_fail_is_named_where_all_others_are_symptoms(tmp_path: Path) -> None:
-    builder = begun(tmp_path)
-    for rank in (0, 1, 3):
-        builder.fail(make_failure(rank, at=60 + rank, exception=f"RuntimeError: {GLOO.format(rank=rank)}"))
-    assert "Look at rank 2 on n3, which did not fail" in verdict_of(ended(builder)).evidence
 
 
 def test_the_rank_that_did_not_fail_is_named_where_all_others_gave_up_waiting(tmp_path: Path) -> None:

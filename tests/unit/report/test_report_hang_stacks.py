@@ -52,13 +52,10 @@ def test_the_text_has_every_rank(builder: RunBuilder) -> None:
     ]
 
 
-def test_all_has_the_other_threads(builder: RunBuilder) -> None:
+def test_all_and_json_have_the_other_threads(builder: RunBuilder) -> None:
     lines = render_text(Document(collect_run(builder.root)), max_lines=None).splitlines()
     start = lines.index("Where the other threads were:")
     assert lines[start + 1 : start + 3] == ["  rank 0: get (data.py:3)", "  ranks 1-2 [loader]: get (data.py:3)"]
-
-
-def test_json_has_all(builder: RunBuilder) -> None:
     (part,) = render_json(Document(collect_run(builder.root)))["attempts"][0]["rounds"]
     assert part["stacks"] == [
         {"ranks": "3", "stack": [], "state": STUCK},
@@ -72,13 +69,6 @@ def test_json_has_all(builder: RunBuilder) -> None:
         (2, 8, "step"),
         (3, 7, "load"),
     ]
-
-
-def test_html_has_all_escaped(builder: RunBuilder) -> None:
-    page = render_html(Document(collect_run(builder.root)))
-    assert "no Python stack; D (disk sleep) in rpc_wait_bit_killable, system call read &lt;x&gt;" in page
-    assert "Where the other threads were:" in page
-    assert "ranks 1-2 [loader]: get (data.py:3)" in page
 
 
 def test_what_is_foreign_in_it_is_left_out(builder: RunBuilder) -> None:

@@ -32,24 +32,37 @@ def run(tmp_path: Path) -> RunBuilder:
     return RunBuilder(tmp_path / "run").begin()
 
 
-def test_a_lost_node(tmp_path: Path) -> None:
+SIGKILLED = {"name": "n3", "code": 137, "detail": "SIGKILL", "started": True}
+RELAUNCHED = {"name": "n3", "reason": "it ended"}
+GIVEN_UP = {"name": "n4", "cause": "died", "reason": "SIGKILL"}
+UNFIT = {"round": 0, "checks": ["tmp"], "reason": "health check failed: /tmp"}
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        pytest.param(
+            [("agent", 2, "node_lost", {"round": 0, "age": 8.0, "by": 0, "reason": "silent for 8 s"})],
+            [("n3", LOST)],
+            id="a node that was lost",
+        ),
+        pytest.param(
+            [("supervisor", 2, "agent_ended", SIGKILLED), ("supervisor", 2, "agent_relaunched", RELAUNCHED)],
+            [],
+            id="an agent that was killed and started again",
+        ),
+        pytest.param([("supervisor", 3, "node_given_up", GIVEN_UP)], [], id="a node whose agents took part and died"),
+        pytest.param([("agent", 1, "health_check_failed", UNFIT)], [("n2", UNHEALTHY)], id="a failed health check"),
+    ],
+)
+def test_what_events_tell_against_a_node(
+    tmp_path: Path, events: list[tuple[str, int, str, dict[str, object]]], expected: list[tuple[str, EvidenceKind]]
+) -> None:
     builder = run(tmp_path)
-    builder.event(0, "agent", 2, 60, "node_lost", round=0, age=8.0, by=0, reason="silent for 8 s")
-    assert found(builder) == [("n3", LOST)]
-
-
-def test_an_agent_that_was_killed_and_started_again_is_no_node_that_was_lost(tmp_path: Path) -> None:
-    builder = run(tmp_path)
-    builder.event(0, "supervisor", 2, 60, "agent_ended", name="n3", code=137, detail="SIGKILL", started=True)
-    builder.event(0, "supervisor", 2, 60, "agent_relaunched", name="n3", reason="it ended")
-    builder.round(0, 1, at=62)
-    assert found(builder) == []
-
-
-def test_a_node_that_failed_a_health_check(tmp_path: Path) -> None:
-    builder = run(tmp_path)
-    builder.event(0, "agent", 1, 50, "health_check_failed", round=0, checks=["tmp"], reason="health check failed: /tmp")
-    assert found(builder) == [("n2", UNHEALTHY)]
+    for at, (role, node, name, fields) in enumerate(events):
+        builder.event(0, role, node, 60 + at, name, **fields)
+    builder.round(0, 1, at=65)
+    assert found(builder) == expected
 
 
 @pytest.mark.parametrize(("ends", "bad"), [([], True), ([False], True), ([True], False)])
@@ -97,18 +110,20 @@ def test_where_a_round_began_to_fail(tmp_path: Path) -> None:
     assert node_evidence(collect_run(builder.root), attempt=1) == ()
 
 
-def test_what_fails_on_several_nodes_at_once_or_is_the_users_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "failures",
+    [
+        pytest.param(
+            [make_failure(rank, at=60, exception="ValueError: odd") for rank in (1, 2)], id="on several nodes"
+        ),
+        pytest.param([make_failure(2, at=60, exitcode=93)], id="the user's own code"),
+        pytest.param([make_failure(1, at=60, exitcode=-9, oom_kills=1)], id="memory that ran out"),
+    ],
+)
+def test_what_speaks_against_no_node(tmp_path: Path, failures: list[WorkerFailure]) -> None:
     builder = run(tmp_path)
-    for rank in (1, 2):
-        builder.fail(make_failure(rank, at=60 + rank / 1000, exception="ValueError: odd"))
-    builder.round(0, 1, at=70)
-    builder.fail(make_failure(2, at=80, exitcode=93, round_index=1))
-    assert found(builder) == []
-
-
-def test_memory_that_ran_out_speaks_against_the_script(tmp_path: Path) -> None:
-    builder = run(tmp_path)
-    builder.fail(make_failure(1, at=60, exitcode=-9, oom_kills=1))
+    for failure in failures:
+        builder.fail(failure)
     assert found(builder) == []
 
 
@@ -195,18 +210,12 @@ def test_where_all_nodes_fail_alike_none_is_blamed(tmp_path: Path) -> None:
     verdict = render_json(Document(history))["verdict"]
     assert (verdict["cause"], verdict["category"]) == ("none", "input")
     assert verdict["summary"].startswith("no agent ran on any node")
-
-
-def test_nor_where_the_batch_host_alone_could(tmp_path: Path) -> None:
-    """Of three nodes the other two may both be bad; of four it is what they share."""
+    # Of three nodes the other two than the batch host may both be bad; of four it is what they share.
     builder = too_few(tmp_path / "four", 1, 2, 3)
     assert found(builder) == []
     assert "all 4 nodes but the batch host failed" in " ".join(render_text(Document(collect_run(builder.root))).split())
     assert found(too_few(tmp_path / "three", 1, 2, nodes=3)) == [("n2", LOST), ("n3", LOST)]
-
-
-def test_of_an_attempt_of_one_node_another_may_do_better(tmp_path: Path) -> None:
-    assert found(too_few(tmp_path, 0, nodes=1)) == [("n1", LOST)]
+    assert found(too_few(tmp_path / "one", 0, nodes=1)) == [("n1", LOST)], "another node may do better"
 
 
 def test_a_range_that_went_on_without_a_node_tells_it_all_the_same(tmp_path: Path) -> None:
@@ -220,12 +229,6 @@ def test_a_range_that_went_on_without_a_node_tells_it_all_the_same(tmp_path: Pat
     assert "No failures." in text
     assert f"did without  : node n4 could not run the agent: {COULD_NOT}" in text
     assert "node n4 could not run the agent" in render_html(Document(history))
-
-
-def test_a_node_whose_agents_took_part_and_died_is_not_unable(tmp_path: Path) -> None:
-    builder = run(tmp_path)
-    builder.event(0, "supervisor", 3, 2, "node_given_up", name="n4", cause="died", reason="SIGKILL")
-    assert found(builder) == []
 
 
 def test_a_node_that_never_joined_counts_where_the_others_had_waited(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli.main import main
 from hpc_elastic.report import render_html_chart
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document
@@ -76,6 +74,11 @@ def test_what_is_not_known_of_the_clocks_is_said(tmp_path: Path) -> None:
     assert "The clock of n2 is 1 h 00 min ahead of the others' (measured, to within 1 ms)" in page.text
     assert "(n2's clock, 3600.0 s ahead of n1's)" in page.text
     assert "n3 is" not in page.text
+    builder = RunBuilder(tmp_path / "shifted", nodes=3)
+    builder.attempt(0)
+    for node in range(3):
+        builder.event(0, "agent", node, 5 + 3600 * (node == 1), "round_final", round=0, ranks=[node], world_size=3)
+    assert "The clock of n2 is 1 h 00 min ahead of the others' (concluded" in page_of(builder).text
 
 
 def test_a_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -136,6 +139,7 @@ def test_deception_is_shown() -> None:
     source = render_html(Document(RunHistory(run_id="r", run_dir="/r", name=name)))
     assert "<h1>abc\ufffdfdp.exe\ufffd a?b ab</h1>" in source
     source.encode()
+    assert "has no attempt yet" in Page(source).text
 
 
 def test_512_nodes_are_small_and_fold(tmp_path: Path) -> None:
@@ -179,38 +183,6 @@ def test_long_tracebacks_are_cut_at_their_beginning(tmp_path: Path) -> None:
     assert "characters above" in page.text
     assert "the end" in page.text
     assert len(page.text) < 60_000
-
-
-def test_shifted_clocks_are_said(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=3)
-    builder.attempt(0)
-    for node in range(3):
-        builder.event(0, "agent", node, 5 + 3600 * (node == 1), "round_final", round=0, ranks=[node], world_size=3)
-    assert "The clock of n2 is 1 h 00 min ahead of the others' (concluded" in page_of(builder).text
-
-
-@pytest.mark.parametrize("what", ["empty", "no events", "foreign events", "half"])
-def test_whatever_is_missing(tmp_path: Path, what: str) -> None:
-    root = tmp_path / "run"
-    if what == "empty":
-        root.mkdir()
-    else:
-        builder = requeued_run(root)
-        for path in sorted((root / "attempt-000" / "events").iterdir())[:: 2 if what == "half" else 1]:
-            if what == "foreign events":
-                path.write_text(
-                    '{"event":"round_final","t":"x","node":{},"round":-1,"role":"agent"}\n[]\n{"event":1}\n'
-                )
-            else:
-                path.unlink()
-        (builder.root / "run.json").unlink()
-    page = Page(render_html(Document(collect_run(root))))
-    assert page.all("main")
-
-
-def test_no_attempt_at_all() -> None:
-    page = Page(render_html(Document(RunHistory(run_id="r", run_dir="/r", name="train.py"))))
-    assert "has no attempt yet" in page.text
 
 
 def luminance(color: str) -> float:
@@ -262,53 +234,6 @@ def test_a_page_that_fails_hides_no_report(tmp_path: Path, monkeypatch: pytest.M
     assert builder.paths.attempt(1).report_text.exists()
 
 
-class TestCommand:
-    @pytest.fixture
-    def root(self, tmp_path: Path) -> Path:
-        return requeued_run(tmp_path / "run").root
-
-    @pytest.mark.parametrize(
-        ("more", "where"), [([], "attempt-001"), (["--attempt", "0"], "attempt-000")], ids=["last", "first"]
-    )
-    def test_prints_the_path(self, root: Path, capsys: pytest.CaptureFixture[str], more: list[str], where: str) -> None:
-        assert main(["report", str(root), "--format", "html", *more]) == 0
-        path = Path(capsys.readouterr().out.rstrip("\n"))
-        assert path == root / where / "report.html"
-        assert path.read_text().startswith("<!doctype html>")
-
-    def test_output(self, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["report", str(root), "--format", "html", "--output", str(tmp_path / "o.html")]) == 0
-        assert capsys.readouterr().out == f"{tmp_path / 'o.html'}\n"
-        assert main(["report", str(root), "--format", "html", "--output", "-"]) == 0
-        assert capsys.readouterr().out == (tmp_path / "o.html").read_text()
-        assert not (root / "attempt-001" / "report.html").exists()
-
-    @pytest.mark.parametrize(
-        ("arguments", "words"),
-        [
-            (["--output", "x"], "--format html"),
-            (["--format", "html", "--output", "/no-such-folder/x.html"], "/no-such-folder/x.html can't be written"),
-            (["--format", "html", "--output", "a-pipe"], "not a regular file"),
-            (["--format", "html", "--output", "."], "not a regular file"),
-        ],
-    )
-    def test_wrong_use(
-        self,
-        root: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        arguments: list[str],
-        words: str,
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        os.mkfifo("a-pipe")
-        assert main(["report", str(root), *arguments]) == 2
-        err = capsys.readouterr().err
-        assert words in err
-        assert err.count("\n") == 1
-
-
 def test_a_hundred_rounds_draw_no_thicket_of_lines(tmp_path: Path) -> None:
     builder = RunBuilder(tmp_path / "run", nodes=2)
     builder.attempt(0)
@@ -319,12 +244,3 @@ def test_a_hundred_rounds_draw_no_thicket_of_lines(tmp_path: Path) -> None:
     page = render_html(Document(collect_run(builder.root)))
     lines = page.partition('class="lines"')[2].partition("</div>")[0]
     assert 30 <= lines.count("<i") <= 52
-
-
-def test_lists_of_ranks_break_between_two_of_them(tmp_path: Path) -> None:
-    builder = RunBuilder(tmp_path / "run", nodes=40).begin()
-    for rank in range(0, 40, 3):
-        builder.fail(make_failure(rank, at=60, exception="ValueError: bad"))
-    page = render_html(Document(collect_run(builder.root)))
-    assert "ranks 0,<wbr>3,<wbr>6," in page
-    assert "</wbr>" not in page

@@ -111,12 +111,10 @@ def test_node_that_never_joins_waits_as_a_spare(builder: RunBuilder) -> None:
         ("waiting as a spare", 5, 45),
         ("rendezvous", 45, 50),
     ]
-
-
-def test_node_without_a_word_has_an_empty_row(builder: RunBuilder) -> None:
-    builder.attempt(0)
-    builder.round(0, 0, at=5, without=(1,))
-    assert row(picture(builder), "n2").spans == []
+    silent = RunBuilder(builder.root / "other", nodes=3, per_node=2)
+    silent.attempt(0)
+    silent.round(0, 0, at=5, without=(1,))
+    assert row(picture(silent), "n2").spans == [], "one without a word has an empty row"
 
 
 def test_rank_of_a_lost_node_that_runs_elsewhere_is_lost_no_more(builder: RunBuilder) -> None:
@@ -155,13 +153,6 @@ def test_only_so_many_ranks_and_those_that_failed_first(tmp_path: Path) -> None:
     timeline = build_timeline(place_attempts(collect_run(builder.root)), most_ranks=3)
     assert [part.name for part in timeline.ranks] == ["rank 0", "rank 1", "rank 97"]
     assert timeline.ranks_left_out == 97
-
-
-def test_nothing_is_asked_of_an_empty_run(tmp_path: Path) -> None:
-    history = collect_run(tmp_path)
-    timeline = build_timeline(place_attempts(history))
-    assert (place_attempts(history), timeline.nodes, timeline.ranks) == ((), (), ())
-    assert goodput_of(history).share is None
 
 
 def test_clock_that_is_an_hour_ahead_is_set_right(builder: RunBuilder) -> None:
@@ -270,19 +261,13 @@ def test_axis_shortens_waits_and_keeps_short_attempts_visible() -> None:
     places = [axis.place(when * SECOND) for when in (0, 1800, 3600, 50_000, 90_000, 90_001)]
     assert places == sorted(places)
     assert all(when % (60 * SECOND) == 0 for when in axis.ticks() if when < 3600 * SECOND)
-
-
-def test_attempt_that_starts_before_the_end_of_the_one_before() -> None:
-    """By another batch host's clock."""
+    # An attempt that starts before the end of the one before: by another batch host's clock.
     axis = make_axis([(0, 0, 100 * SECOND), (1, 90 * SECOND, 200 * SECOND)])
     assert [piece.attempt for piece in axis.pieces] == [0, 1]
     assert axis.place(150 * SECOND) == pytest.approx(0.75)
-
-
-def test_many_attempts_fit() -> None:
-    axis = make_axis([(n, n * 1000 * SECOND, (n * 1000 + 10 + n) * SECOND) for n in range(100)])
-    assert axis.pieces[-1].right == pytest.approx(1)
-    assert all(piece.right > piece.left for piece in axis.pieces)
+    many = make_axis([(n, n * 1000 * SECOND, (n * 1000 + 10 + n) * SECOND) for n in range(100)])
+    assert many.pieces[-1].right == pytest.approx(1)
+    assert all(piece.right > piece.left for piece in many.pieces)
 
 
 def test_imports_are_starting_until_the_first_step(builder: RunBuilder) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.base.text import clean_line
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import Document, with_end
 from hpc_elastic.report.history import RunHistory, StackGroup
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.report.write import render_json
-from hpc_elastic.run.paths import WITHOUT_VERDICT
+from hpc_elastic.report.wording import describe_class, without_failure
+from hpc_elastic.run.paths import UNHEALTHY_CODE, WITHOUT_VERDICT
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 
@@ -42,20 +41,6 @@ def test_the_cause_that_is_not_known_names_a_suspect_and_no_victim(builder: RunB
     assert "Failures in that round: 1\n" in text
     assert "What rank 0 on n1 printed, the first of them:\n" in text
     assert "Other failures" not in text
-
-
-def test_text_page_and_json_have_the_same_sentences(builder: RunBuilder) -> None:
-    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
-    builder.end(0, at=9, outcome="failed", code=1, decision="end: 0 of 0 requeues used")
-    history = collect_run(builder.root)
-    document, value = Document(history), render_json(Document(history))
-    finding = document.finding
-    assert (value["title"], value["place"], value["recovery"]) == (finding.title, finding.place, list(document.done))
-    assert value["verdict"]["user_frame"] == {"file": "/home/ann/train.py", "line": 61, "function": "train_step"}
-    page, text = render_html(Document(history)), render_text(Document(history))
-    for sentence in (finding.title, finding.headline, finding.place, *document.done):
-        assert sentence in page
-        assert clean_line(sentence) in text
 
 
 AGAIN, REQUEUED = "requeue: requeue 1 of 3", "REQUEUED as attempt 1"
@@ -187,3 +172,68 @@ def test_a_rank_without_a_stack_and_without_a_place_in_the_kernel_has_no_line(bu
     assert "rank 1: no Python stack; D (disk sleep)" in text
     assert "rank 0: no Python stack" not in text
     assert "rank 2: no Python stack" not in text
+
+
+def test_a_reason_without_a_cause_is_shown_without_the_victim_that_it_quotes() -> None:
+    lost = make_failure(1, at=1.0, exception="RuntimeError: Connection closed by peer")
+    line = "given up: restarts exhausted (0 of 0 restarts used): cause not known, first seen: rank 1: RuntimeError: Co"
+    assert without_failure(line, [lost], lost) == (
+        "given up: restarts exhausted (0 of 0 restarts used): cause not known"
+    )
+
+
+@pytest.mark.parametrize("suspect", [True, False])
+def test_a_node_whose_hardware_spoke_is_called_suspect(suspect: bool) -> None:
+    failure = make_failure(6, at=1, exception="RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    text = describe_class(replace(failure, node_suspect=suspect))
+    assert text.endswith("; n7 is suspect") is suspect
+    assert "(ECC) error" in text
+
+
+# -- a node that failed a health check: told once, with its own reason, whoever's word of it is there
+
+WHY = "health check failed: GPU 2 has 3 uncorrectable ECC errors"
+
+
+def tell(root: Path, *, own: bool, coordinator: bool) -> RunBuilder:
+    """Node n3 leaves after round 0, in which rank 0 failed; round 1 goes on without it."""
+    builder = RunBuilder(root / "of-4").begin()
+    builder.fail(make_failure(0, at=30, exception="ValueError: bad"))
+    builder.stopped(0, 0, at=31)
+    if own:
+        builder.event(0, "agent", 2, 31.5, "health_check_failed", round=0, checks=["gpu"], reason=WHY)
+    if coordinator:
+        builder.event(0, "agent", 0, 32, "node_left", round=1, node=2, host="n3", reason=WHY)
+    builder.event(0, "supervisor", -1, 32, "agent_ended", node=2, name="n3", code=UNHEALTHY_CODE)
+    return builder
+
+
+@pytest.mark.parametrize(("own", "coordinator", "where"), [(True, True, 0), (True, False, 0), (False, True, 1)])
+def test_it_is_told_once(tmp_path: Path, own: bool, coordinator: bool, where: int) -> None:
+    builder = tell(tmp_path, own=own, coordinator=coordinator)
+    (attempt,) = collect_run(builder.root).attempts
+    losses = [loss for part in attempt.rounds for loss in part.lost_nodes]
+    assert [(loss.round, loss.node, loss.summary) for loss in losses] == [(where, 2, f"n3 left: {WHY}")]
+
+
+def test_a_node_whose_words_did_not_get_through_is_lost_with_its_agent_s_code(tmp_path: Path) -> None:
+    builder = tell(tmp_path, own=False, coordinator=False)
+    builder.event(0, "agent", 0, 32, "node_lost", round=0, node=2, host="n3", age=None)
+    (attempt,) = collect_run(builder.root).attempts
+    (loss,) = attempt.rounds[0].lost_nodes
+    assert loss.detail == "its agent took it out: a health check failed"
+
+
+def test_rounds_that_lost_different_nodes_are_not_told_as_the_same(tmp_path: Path) -> None:
+    """With spares the rounds look alike but for that."""
+    builder = RunBuilder(tmp_path / "of-4")
+    builder.attempt(0)
+    for index, node in enumerate((1, 2)):
+        builder.round(0, index, at=10 * index + 1)
+        builder.event(0, "agent", 0, 10 * index + 8, "node_lost", round=index, node=node, host=f"n{node + 1}", age=7.0)
+        builder.stopped(0, index, at=10 * index + 8.1)
+    text = render_text(Document(collect_run(builder.root)))
+    assert [line for line in text.splitlines() if line.endswith(("node n2 was lost", "node n3 was lost"))][-2:] == [
+        line for line in text.splitlines() if line.strip().startswith(("round 0:", "round 1:"))
+    ]
+    assert "the same" not in text

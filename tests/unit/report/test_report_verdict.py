@@ -95,8 +95,7 @@ def test_class_comes_before_time() -> None:
     for order in itertools.permutations(failures):
         verdict = decide_verdict(order)
         assert verdict.failure is failures[2]
-        assert verdict.cause is Cause.WORKER
-        assert verdict.confidence is Confidence.HIGH
+        assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
         assert verdict.evidence == (
             "the only failure that is not a consequence of another one; 2 others are consequences"
         )
@@ -115,11 +114,12 @@ def test_the_first_of_several_by_time() -> None:
 
 
 def test_the_same_failure_on_all_ranks_is_no_tie() -> None:
-    verdict = decide_verdict([root(rank, 5.0 + rank / 1000, f"ValueError: bad batch {rank}") for rank in range(8)])
-    assert verdict.confidence is Confidence.HIGH
-    assert verdict.same_failure == tuple(range(8))
+    failures = [root(rank, 5.0 + rank / 1000, f"ValueError: bad batch {rank}") for rank in range(7)]
+    failures.append(root(7, 5.1, "ValueError: bad batch 7", exitcode=-15, stopped_by_agent=True))
+    verdict = decide_verdict(failures)
+    assert (verdict.confidence, verdict.candidates) == (Confidence.HIGH, ())
+    assert verdict.same_failure == tuple(range(8)), "who had printed the same when it was ended, too"
     assert verdict.evidence == "the same failure on 8 ranks (0-7); this one was seen first"
-    assert verdict.candidates == ()
 
 
 def test_the_true_first_is_named_whatever_the_wall_clocks_say() -> None:
@@ -134,8 +134,7 @@ def test_the_true_first_is_named_whatever_the_wall_clocks_say() -> None:
     for order in itertools.permutations([first, second, third]):
         verdict = decide_verdict(order, clocks=clocks)
         assert verdict.failure is first
-        assert verdict.confidence is Confidence.HIGH
-        assert verdict.candidates == (second, third)
+        assert (verdict.confidence, verdict.candidates) == (Confidence.HIGH, (second, third))
     told_by_events_alone = [replace(failure, ended_uptime_ns=0) for failure in (third, second, first)]
     verdict = decide_verdict(told_by_events_alone, clocks=clocks)
     assert named(verdict) == 1
@@ -207,18 +206,11 @@ def test_every_verdict_on_a_worker_has_the_same_ending() -> None:
     assert not decide_verdict([symptom(0, 1.0), make_failure(1, at=2.0, exitcode=93)]).retryable
 
 
-def test_only_symptoms_are_not_taken_for_a_cause() -> None:
-    verdict = decide_verdict([symptom(1, 2.0), symptom(0, 1.0)])
-    assert verdict.cause is Cause.UNKNOWN
-    assert verdict.confidence is Confidence.NONE
-    assert named(verdict) == 0
-    assert verdict.evidence.startswith("not known: 2 failures, and each reads like the consequence of another")
-
-
 def test_where_all_that_failed_are_symptoms_the_silent_rank_is_named() -> None:
     hosts = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
-    verdict = decide_verdict([symptom(0, 1.0), symptom(1, 1.0), symptom(3, 1.1)], ranks=hosts)
-    assert verdict.confidence is Confidence.NONE
+    verdict = decide_verdict([symptom(1, 2.0), symptom(0, 1.0), symptom(3, 1.1)], ranks=hosts)
+    assert (verdict.cause, verdict.confidence, named(verdict)) == (Cause.UNKNOWN, Confidence.NONE, 0)
+    assert verdict.evidence.startswith("not known: 3 failures, and each reads like the consequence of another")
     assert "Look at rank 2 on n2, which did not fail" in verdict.evidence
     both = decide_verdict([symptom(0, 1.0), symptom(2, 1.0)], ranks=hosts)
     assert "Look at ranks 1,3 on n1, n2, which did not fail" in both.evidence
@@ -349,69 +341,37 @@ def test_our_own_failure_is_told_before_its_consequences() -> None:
     assert before.evidence.endswith("after it, the workers' TCPStore is gone")
 
 
-def test_who_had_printed_the_same_when_it_was_ended_is_counted() -> None:
-    ended = root(2, 1.1, exitcode=-15, stopped_by_agent=True)
-    verdict = decide_verdict([root(1, 1.0), ended])
-    assert verdict.same_failure == (1, 2)
-    assert verdict.evidence.startswith("the same failure on 2 ranks (1-2)")
-
-
-def test_an_exception_that_was_logged_before_a_stop_is_no_cause() -> None:
-    """Without anybody who felt it: a preempted run whose worker had caught one."""
-    assert decide_verdict([root(2, 9.0, exitcode=-15, stopped_by_agent=True)]).cause is Cause.NONE
-
-
 def test_what_was_ended_by_us_is_no_cause() -> None:
     stopped = [make_failure(rank, at=rank, exitcode=-15, stopped_by_agent=True) for rank in range(3)]
     verdict = decide_verdict(stopped)
-    assert verdict.cause is Cause.NONE
-    assert verdict.evidence == "all 3 were ended by this job itself"
+    assert (verdict.cause, verdict.evidence) == (Cause.NONE, "all 3 were ended by this job itself")
     assert decide_verdict([*stopped, root(5, 9.0)]).failure == root(5, 9.0)
-
-
-def test_a_worker_that_hung_after_its_exception_is_likely_the_cause() -> None:
+    # An exception that was logged before the stop, without anybody who felt it: a preempted run.
     hung = root(2, 9.0, exitcode=-15, stopped_by_agent=True)
-    verdict = decide_verdict([symptom(0, 1.0), symptom(1, 1.0), hung])
-    assert verdict.failure is hung
-    assert verdict.confidence is Confidence.LOW
-    assert "this job ended it" in verdict.evidence
+    assert decide_verdict([hung]).cause is Cause.NONE
+    late = decide_verdict([symptom(0, 1.0), symptom(1, 1.0), hung])
+    assert (late.failure, late.confidence) == (hung, Confidence.LOW), "likely the cause"
+    assert "this job ended it" in late.evidence
 
 
 def test_a_lost_node_is_the_cause_of_what_the_others_say() -> None:
     verdict = decide_verdict([symptom(0, 30.0), symptom(1, 30.1)], lost_nodes=[lost(2, 33.0, age=3.2)])
-    assert verdict.cause is Cause.NODE
-    assert verdict.category is Category.INFRASTRUCTURE
-    assert verdict.lost_node is not None
-    assert verdict.lost_node.host == "n3"
-    assert verdict.failure is None
-    assert verdict.summary == "node n3 was lost"
+    assert (verdict.cause, verdict.category, verdict.failure) == (Cause.NODE, Category.INFRASTRUCTURE, None)
+    assert (verdict.lost_node, verdict.summary) == (lost(2, 33.0, age=3.2), "node n3 was lost")
     assert verdict.evidence == "no heartbeat for 3.2 s; 2 failures elsewhere are its consequence"
-
-
-def test_the_age_of_a_young_heartbeat_is_no_reason() -> None:
-    gone = replace(lost(2, 33.0, age=0.8), detail="its step ended, srun: Node failure on n3")
-    assert decide_verdict([], lost_nodes=[gone]).evidence == "its step ended, srun: Node failure on n3"
-
-
-def test_an_agent_that_died_is_our_own_failure() -> None:
-    verdict = decide_verdict([symptom(0, 30.0)], lost_nodes=[replace(lost(2, 29.9), agent_only=True)])
-    assert verdict.category is Category.PLATFORM
-    assert verdict.summary == "the agent on n3 died"
-    assert verdict.retryable
-
-
-def test_the_first_of_two_lost_nodes() -> None:
-    verdict = decide_verdict([], lost_nodes=[lost(3, 40.0, age=5.0), lost(1, 39.0, age=1.0)])
-    assert verdict.lost_node is not None
-    assert verdict.lost_node.node == 3
-    assert "lost too: n2" in verdict.evidence
+    young = replace(lost(2, 33.0, age=0.8), detail="its step ended, srun: Node failure on n3")
+    assert decide_verdict([], lost_nodes=[young]).evidence == "its step ended, srun: Node failure on n3"
+    two = decide_verdict([], lost_nodes=[lost(3, 40.0, age=5.0), lost(1, 39.0, age=1.0)])
+    assert two.lost_node == lost(3, 40.0, age=5.0), "the first of them"
+    assert "lost too: n2" in two.evidence
+    died = decide_verdict([symptom(0, 30.0)], lost_nodes=[replace(lost(2, 29.9), agent_only=True)])
+    assert (died.category, died.summary, died.retryable) == (Category.PLATFORM, "the agent on n3 died", True)
 
 
 def test_a_worker_that_failed_before_a_node_was_lost_is_the_cause() -> None:
     failures = [root(0, 10.0), symptom(1, 10.1)]
     verdict = decide_verdict(failures, lost_nodes=[lost(2, 33.0, age=3.0)], clocks=NODES)
-    assert verdict.cause is Cause.WORKER
-    assert verdict.confidence is Confidence.HIGH
+    assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
     assert verdict.evidence.endswith("node n3 was lost after it")
     verdict = decide_verdict(failures, lost_nodes=[lost(2, 33.0, age=3.0, observer=None)], clocks=NODES)
     assert verdict.confidence is Confidence.TIE
@@ -423,8 +383,7 @@ def test_a_worker_that_failed_after_a_node_was_lost_is_not() -> None:
         return decide_verdict([root(0, at)], lost_nodes=[lost(2, 33.0, age=3.0, observer=observer)], clocks=NODES)
 
     verdict = told(31.5)
-    assert verdict.cause is Cause.NODE
-    assert verdict.confidence is Confidence.HIGH
+    assert (verdict.cause, verdict.confidence) == (Cause.NODE, Confidence.HIGH)
     near = told(30.9)
     assert near.confidence is Confidence.TIE, "it may have lived until its next sign was due"
     assert "rank 0 on n1 failed at about the same time" in near.evidence
@@ -439,14 +398,7 @@ def test_a_lost_node_is_placed_by_its_observers_clock() -> None:
     clocks = compared(-3600.0)
     loss = lost(2, 33.0 - 3600.0, age=3.0, observer=1)
     verdict = decide_verdict([root(0, 20.0)], lost_nodes=[loss], clocks=clocks)
-    assert verdict.cause is Cause.WORKER
-    assert verdict.confidence is Confidence.HIGH
-
-
-def test_an_oom_kill_is_a_cause_of_its_own() -> None:
-    verdict = decide_verdict([symptom(0, 1.0), make_failure(1, at=1.1, exitcode=-9, oom_kills=1)])
-    assert verdict.category is Category.INFRASTRUCTURE
-    assert named(verdict) == 1
+    assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
 
 
 def test_93_on_any_rank_is_obeyed() -> None:
@@ -490,10 +442,9 @@ def test_at_the_same_step_it_is_not_certain_and_said_so() -> None:
 def test_one_that_never_got_to_a_step_is_behind_all() -> None:
     assert named(decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], rank_statuses=[word(0, 3)])) == 1
     assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only rank without progress"
-
-
-def test_an_exception_before_the_silence_is_the_cause() -> None:
-    assert named(decide_verdict([root(0, 1.0), hang(1, 2.0, 3)])) == 0
+    assert named(decide_verdict([root(0, 1.0), hang(1, 2.0, 3)])) == 0, "an exception before the silence"
+    brought = decide_verdict([replace(hang(0, 1.0, step=4), stopped_ns=START_NS)])
+    assert (brought.cause, brought.confidence) == (Cause.WORKER, Confidence.HIGH), "it follows from no stop it brought"
 
 
 def test_among_ranks_that_hang_at_one_step_the_odd_one_out_is_the_cause() -> None:
@@ -529,12 +480,6 @@ def test_the_only_one_is_said_only_where_all_ranks_send_heartbeats() -> None:
     assert quiet.evidence == "rank 1 gave no heartbeat for as long, in sections without a timeout"
     lives = decide_verdict([hang(0, 1.0, 8)], rank_statuses=[word(0, 8), replace(word(1, 8), age=0.5)])
     assert (lives.confidence, lives.evidence) == (Confidence.HIGH, "the only rank without progress")
-
-
-def test_a_hang_never_follows_from_the_stop_that_it_brought() -> None:
-    verdict = decide_verdict([replace(hang(0, 1.0, step=4), stopped_ns=START_NS)])
-    assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
-    assert verdict.evidence == "the only rank without progress"
 
 
 def _in(rank: int, call: str = "all_reduce", **changes: Any) -> Activity:
