@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ from hpc_elastic.run.option_values import (
     LEARNED_LEAST,
     BadNodeSettings,
     Check,
-    GrowPolicy,
     MetricsTarget,
-    RequeueChoice,
-    RestartWith,
     Scope,
     SectionTimeouts,
     Std,
-    StreamChoice,
     command_like,
     parse_bad_nodes,
     parse_health_checks,
@@ -33,35 +28,8 @@ from hpc_elastic.run.option_values import (
     parse_words,
     shown_in_job_log,
 )
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 
 GIB = 1 << 30
-
-# -- in run.json -------------------------------------------------------------------------------------------------------
-
-TRAVELLING: tuple[tuple[str, Any], ...] = (
-    ("grow", GrowPolicy.NEVER),
-    ("restart_policy", RestartWith.IN_PROCESS),
-    ("requeue_with", RequeueChoice.CHAIN),
-    ("section_timeouts", SectionTimeouts(seconds={"setup": 900.0}, learns_step=True)),
-    ("health_checks", {Check.TMP: 1024.0, Check.CLOCK: 3.0}),
-    ("health_check", ("/a/b", "c d")),
-    ("metrics", MetricsTarget(path="/x/{host}.prom")),
-    ("metrics", None),
-    ("redirects", StreamChoice(default=Std.ALL)),
-    ("tee", StreamChoice(by_local_rank={0: Std.ALL, 12: Std.OUT})),
-    ("rdzv_conf", {"timeout": 900.0, "doorbell": False}),
-    ("bad_nodes", BadNodeSettings(scope=Scope.OFF, hours=2, share=0.5)),
-)
-
-
-@pytest.mark.parametrize(("field", "value"), TRAVELLING)
-def test_a_value_travels_in_run_json(tmp_path: Path, field: str, value: object) -> None:
-    entry = Entrypoint(kind=EntryKind.SCRIPT, target="t.py")
-    spec = RunSpec(run_id="r", uid="u", name="n", created_ns=0, entrypoint=entry, cwd="/", **{field: value})  # type: ignore[arg-type]
-    path = tmp_path / "run.json"
-    spec.save(path)
-    assert load_run_spec(path) == spec
 
 
 # -- --redirects, --tee, --local-ranks-filter --------------------------------------------------------------------------
@@ -80,13 +48,37 @@ def _shown(
     )
 
 
-def test_the_job_log_can_be_that_of_some_global_ranks() -> None:
-    assert _shown(0, ranks="0", rank=0) == Std.ALL
-    assert _shown(0, ranks="0", rank=4) == Std.NONE  # local rank 0 of the second node
+ALL, NONE = Std.ALL, Std.NONE
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "asked_for", "expected"),
+    [
+        pytest.param(0, {}, ALL, id="all of it unless something was asked for"),
+        pytest.param(0, {"redirects": "3"}, NONE, id="redirected streams stay in the files"),
+        pytest.param(0, {"redirects": "1"}, Std.ERR, id="one of them is redirected"),
+        pytest.param(0, {"redirects": "3", "tee": "1"}, Std.OUT, id="unless they are teed"),
+        pytest.param(1, {"redirects": "3", "tee": "0:3"}, NONE, id="teed of another rank"),
+        pytest.param(0, {"redirects": "0:3"}, NONE, id="redirected of this rank"),
+        pytest.param(1, {"redirects": "0:3"}, ALL, id="redirected of another rank"),
+        pytest.param(0, {"only": "0,1"}, ALL, id="a rank that is named"),
+        pytest.param(2, {"only": "0,1"}, NONE, id="a rank that is not"),
+        pytest.param(2, {"only": "0,1", "tee": "3"}, NONE, id="not, though it is teed"),
+        pytest.param(0, {"ranks": "0", "rank": 4}, NONE, id="local rank 0 of the second node"),
+        pytest.param(1, {"ranks": "0-3", "rank": 1, "only": "0"}, NONE, id="local and global ranks both hold"),
+        pytest.param(0, {"ranks": "0", "rank": 1, "tee": "3"}, NONE, id="another global rank, though it is teed"),
+    ],
+)
+def test_what_the_job_log_shows(local_rank: int, asked_for: dict[str, Any], expected: Std) -> None:
+    assert _shown(local_rank, **asked_for) == expected
+
+
+def test_lists_of_ranks() -> None:
     assert [rank for rank in range(12) if _shown(0, ranks="8, 0-3", rank=rank)] == [0, 1, 2, 3, 8]
-    assert _shown(1, ranks="0-3", rank=1, only="0") == Std.NONE  # both hold
-    assert _shown(0, ranks="0", rank=1, tee="3") == Std.NONE
     assert parse_rank_ranges("5,0-2,3,1-2", "x") == ((0, 3), (5, 5))
+    assert parse_local_ranks("2,0,2") == (0, 2)
+    with pytest.raises(UsageError, match="local rank 1 is named twice"):
+        parse_std_streams("1:3,1:1", option="--tee")
 
 
 @pytest.mark.parametrize(
@@ -97,40 +89,13 @@ def test_the_job_log_can_be_that_of_some_global_ranks() -> None:
         (" 1 ", Std.OUT, Std.OUT, Std.OUT),
         ("0:3", Std.ALL, Std.NONE, Std.NONE),
         ("0:3,1:1", Std.ALL, Std.OUT, Std.NONE),
-        ("12:2, 0:1", Std.OUT, Std.NONE, Std.ERR),
+        ("0:1,12:2", Std.OUT, Std.NONE, Std.ERR),
     ],
 )
 def test_streams(text: str, of_0: Std, of_1: Std, of_12: Std) -> None:
     choice = parse_std_streams(text, option="--tee")
     assert [choice.of(rank) for rank in (0, 1, 12)] == [of_0, of_1, of_12]
-
-
-def test_local_ranks() -> None:
-    assert parse_local_ranks("2,0,2") == (0, 2)
-
-
-def test_everything_is_shown_unless_something_was_asked_for() -> None:
-    assert _shown(0) == _shown(7) == Std.ALL
-
-
-def test_redirected_streams_stay_in_the_files_unless_teed() -> None:
-    assert _shown(0, redirects="3") == Std.NONE
-    assert _shown(0, redirects="1") == Std.ERR
-    assert _shown(0, redirects="3", tee="1") == Std.OUT
-    assert _shown(1, redirects="3", tee="0:3") == Std.NONE
-    assert _shown(0, redirects="0:3") == Std.NONE
-    assert _shown(1, redirects="0:3") == Std.ALL
-
-
-def test_filter_shows_the_named_ranks_only() -> None:
-    assert _shown(0, only="0,1") == Std.ALL
-    assert _shown(2, only="0,1") == Std.NONE
-    assert _shown(2, only="0,1", tee="3") == Std.NONE
-
-
-@pytest.mark.parametrize("text", ["0", "1", "3", "0:3,1:1", "12:2"])
-def test_streams_are_shown_as_they_are_written(text: str) -> None:
-    assert str(parse_std_streams(text, "--tee")) == text
+    assert str(parse_std_streams(str(choice), "--tee")) == str(choice) == text.replace(" ", "")
 
 
 # -- --section-timeouts ------------------------------------------------------------------------------------------------
@@ -175,12 +140,6 @@ def test_a_command_is_split_and_never_given_to_a_shell() -> None:
             parse(text, "--health-check")
     with pytest.raises(UsageError, match="quote as for a shell"):
         parse_words("--bind '/a", "--container-args")
-
-
-# -- --metrics ---------------------------------------------------------------------------------------------------------
-
-
-def test_metrics() -> None:
     assert parse_metrics("prometheus:/x/a.prom") == MetricsTarget(path="/x/a.prom")
 
 
@@ -198,12 +157,7 @@ def test_metrics() -> None:
     ],
 )
 def test_bad_nodes(text: str, settings: BadNodeSettings) -> None:
-    assert parse_bad_nodes(text) == settings
-
-
-@pytest.mark.parametrize("text", ["run", "run,hours=2", "off,share=0.5"])
-def test_bad_nodes_are_shown_as_they_are_written(text: str) -> None:
-    assert str(parse_bad_nodes(text)) == text
+    assert parse_bad_nodes(text) == parse_bad_nodes(str(settings)) == settings
 
 
 # -- what makes no sense -----------------------------------------------------------------------------------------------
@@ -245,8 +199,3 @@ def test_timeouts_that_cannot_be_right(text: str, named: str) -> None:
     with pytest.raises(UsageError, match="--section-timeouts") as caught:
         parse_section_timeouts(text)
     assert named in str(caught.value)
-
-
-def test_rank_named_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match="local rank 1 is named twice"):
-        parse_std_streams("1:3,1:1", option="--tee")

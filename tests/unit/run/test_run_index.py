@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.index import entries, find, record
+from hpc_elastic.run import index as module
+from hpc_elastic.run.index import account_folder, entries, find, make_account_folder, record
 
 
 @pytest.fixture
@@ -56,48 +58,41 @@ def test_by_job_id_the_newest_wins(tmp_path: Path, env: dict[str, str]) -> None:
     assert find("12", tmp_path, env=env) == new
     assert [entry.run_dir for entry in entries("12", env=env)] == [new, old]
     assert find("121", tmp_path, env=env) == old
-
-
-def test_array_tasks_and_clusters_are_told_apart(tmp_path: Path, env: dict[str, str]) -> None:
-    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    remember(env, a, job="12_1")
-    remember(env, b, job="12_2", cluster="b")
-    assert find("12_1", env=env) == a
+    # Array tasks and clusters are told apart.
+    remember(env, old, job="12_1")
+    remember(env, new, job="12_2", cluster="b")
+    assert find("12_1", env=env) == old
     assert entries("12_2", cluster="a", env=env) == []
     assert [entry.cluster for entry in entries("12_2", cluster="b", env=env)] == ["b"]
 
 
-def test_a_run_that_is_gone_is_said(tmp_path: Path, env: dict[str, str]) -> None:
-    remember(env, tmp_path / "gone")
-    with pytest.raises(UsageError, match=r"the run directory of job 12 no longer exists: .*/gone; .*scancel -M a 12"):
-        find("12", env=env)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("99", "job 99: no such run"), ("absent", "absent: no such run"), ("/absent/x", "/absent/x: no such run")],
+    [
+        ("99", "job 99: no such run"),
+        ("absent", "absent: no such run"),
+        ("/absent/x", "/absent/x: no such run"),
+        ("12", "the run directory of job 12 no longer exists: {}/gone; "),
+        ("12", "scancel -M a 12"),
+    ],
 )
-def test_what_means_nothing(tmp_path: Path, env: dict[str, str], text: str, says: str) -> None:
+def test_what_means_nothing_and_a_run_that_is_gone(tmp_path: Path, env: dict[str, str], text: str, says: str) -> None:
+    remember(env, tmp_path / "gone")
     with pytest.raises(UsageError) as caught:
         find(text, tmp_path, env=env)
-    assert says in str(caught.value)
+    assert says.format(tmp_path) in str(caught.value)
 
 
-def test_torn_and_foreign_entries_are_passed_over(tmp_path: Path, env: dict[str, str]) -> None:
+def test_torn_and_foreign_entries_are_passed_over_and_all_are_private(tmp_path: Path, env: dict[str, str]) -> None:
     run = make_run(tmp_path / "run")
     remember(env, run)
     folder = tmp_path / "state" / "hpc_elastic" / "jobs"
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     (folder / "a-12-9.json").write_text('{"job_id": "12", "clus')
     (folder / "a-12-8.json").write_text('{"job_id": "12", "submitted_ns": "soon"}')
     (folder / "a-12-7.json").write_text("[]")
     assert find("12", env=env) == run
-
-
-def test_it_is_private(tmp_path: Path, env: dict[str, str]) -> None:
-    remember(env, tmp_path)
-    folder = tmp_path / "state" / "hpc_elastic" / "jobs"
-    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
 def test_what_can_not_be_written_is_said_and_no_error(tmp_path: Path) -> None:
@@ -108,7 +103,47 @@ def test_what_can_not_be_written_is_said_and_no_error(tmp_path: Path) -> None:
         assert entries("1", env=env) == []
 
 
-def test_the_state_folder_defaults_to_the_home(tmp_path: Path) -> None:
-    env = {"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"}
-    assert record(cluster="", job_id="1", submitted_ns=1, run_dir=tmp_path, env=env) is None
-    assert len(list((tmp_path / ".local/state/hpc_elastic/jobs").iterdir())) == 1
+# -- an account's own files: private, and as root never in another user's home
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder to another user needs root")
+
+
+def test_by_the_state_folder_or_the_home(tmp_path: Path) -> None:
+    home = tmp_path / ".local/state/hpc_elastic/jobs"
+    assert account_folder("jobs", {"XDG_STATE_HOME": f"{tmp_path}/s"}) == tmp_path / "s/hpc_elastic/jobs"
+    assert account_folder("jobs", {"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"}) == home
+    assert account_folder("jobs", {"HOME": "relative"}) is None
+    with pytest.raises(UsageError, match="neither XDG_STATE_HOME nor HOME"):
+        make_account_folder("jobs", {})
+
+
+def test_all_that_is_made_is_this_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = make_account_folder("jobs", {"HOME": str(tmp_path)})
+    finally:
+        os.umask(before)
+    while folder != tmp_path:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        folder = folder.parent
+
+
+@as_root
+@pytest.mark.parametrize("case", ["home", "state", "link", "above"])
+def test_root_keeps_out_of_another_users_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    home, roots = tmp_path / "home", tmp_path / "root"
+    (home / ".local").mkdir(parents=True)
+    roots.mkdir()
+    env = {"HOME": str(home)}
+    if case == "state":
+        env["XDG_STATE_HOME"] = str(home / "not" / "there")
+    if case == "link":  # what a user makes in a folder that root can write to
+        (home / ".local" / "state").symlink_to(roots)
+        os.chown(home / ".local" / "state", 12345, 12345, follow_symlinks=False)
+    else:
+        os.chown(tmp_path / "home", 12345, 12345)
+    if case == "above":
+        env["HOME"] = str(home / ".local")
+    monkeypatch.setattr(module.pwd, "getpwuid", lambda _: type("Entry", (), {"pw_dir": str(roots)}))
+    assert make_account_folder("jobs", env) == roots / ".local/state/hpc_elastic/jobs"
+    assert sorted(path.name for path in home.rglob("*")) == ([".local", "state"] if case == "link" else [".local"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +62,9 @@ def changed(key: str, item: object) -> bytes:
 )
 def test_what_cannot_be_read_is_one_error_that_names_the_file(tmp_path: Path, raw: bytes | None, said: str) -> None:
     path = tmp_path / "run.json"
+    spec().save(path)
+    assert load_run_spec(path) == spec()
+    path.unlink()
     if raw is not None:
         path.write_bytes(raw)
     with pytest.raises(UnreadableRunError) as caught:
@@ -89,19 +91,8 @@ def test_a_run_id_is_one_safe_name(name: str) -> None:
     assert run_id.startswith("19700101-000000-")
     assert len(run_id) <= 80
     assert all(c.isascii() and (c.isalnum() or c in "-_") for c in run_id)
-
-
-def test_run_ids_sort_by_time_and_differ_within_a_second() -> None:
-    assert new_run_id("b", now=1.0) < new_run_id("a", now=2.0)
-    assert len({new_run_id("a", now=1.0) for _ in range(20)}) > 10
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def install(*programs: str) -> None:
-        monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
-
-    return install
+    assert new_run_id("b", now=1.0) < new_run_id("a", now=2.0), "they sort by time"
+    assert len({new_run_id("a", now=1.0) for _ in range(20)}) > 10, "and differ within a second"
 
 
 @pytest.mark.parametrize(
@@ -123,9 +114,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ],
 )
 def test_image(
-    installed: Callable[..., None], text: str, programs: tuple[str, ...], runtime: Runtime, image: str
+    monkeypatch: pytest.MonkeyPatch, text: str, programs: tuple[str, ...], runtime: Runtime, image: str
 ) -> None:
-    installed(*programs)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
     found = parse_container_image(text, "--container-image")
     assert found == ContainerImage(runtime=runtime, image=image)
 
@@ -137,28 +128,22 @@ def test_image(
         ("/images/torch", "give RUNTIME:/images/torch with one of charliecloud, apptainer"),
     ],
 )
-def test_image_that_is_refused(installed: Callable[..., None], text: str, says: str) -> None:
-    installed()
+def test_image_that_is_refused(monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match=f"--container-image {text}") as caught:
         parse_container_image(text, "--container-image")
     assert says in str(caught.value)
 
 
-def test_mounts() -> None:
+def test_the_others() -> None:
     assert parse_container_mounts("/data, /a:/b,/c:/d:ro", "--container-mounts") == (
         ContainerMount(source="/data", target="/data"),
         ContainerMount(source="/a", target="/b"),
         ContainerMount(source="/c", target="/d", read_only=True),
     )
-
-
-@pytest.mark.parametrize("text", ["data", "/a:b", "/a:/b:rx", "/a:/b:ro:x", "/a,,/b", ""])
-def test_mounts_that_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="SRC"):
-        parse_container_mounts(text, "--container-mounts")
-
-
-def test_the_others() -> None:
+    for text in ("data", "/a:b", "/a:/b:rx", "/a:/b:ro:x", "/a,,/b", ""):
+        with pytest.raises(UsageError, match="SRC"):
+            parse_container_mounts(text, "--container-mounts")
     assert parse_container_workdir("/opt/app", "--container-workdir") == "/opt/app"
     assert parse_container_env("PATH, MY_VAR", "--container-env") == ("PATH", "MY_VAR")
     with pytest.raises(UsageError, match="absolute path inside"):
