@@ -451,11 +451,10 @@ def _look_at(rank: int, pid: int, flight: FlightTail | None) -> StalledRank:
 
 
 def read_counts(pids: Mapping[int, int], *, proc: str = "/proc") -> dict[int, Counts]:
-    processes, moved = tree.all_processes(), moved_bytes()
+    below, moved = tree.below(pids.values()), moved_bytes()
     found = {}
     for rank, pid in pids.items():
-        below = (process.pid for process in tree.subtree(processes, (pid,)))
-        each = [_counts_of(one, moved, proc) for one in (pid, *below)]
+        each = [_counts_of(one, moved, proc) for one in (pid, *below[pid])]
         cpu, size, switches = (sum(values) for values in zip(*each, strict=True))
         found[rank] = Counts(cpu=cpu, bytes=int(size), switches=int(switches))
     return found

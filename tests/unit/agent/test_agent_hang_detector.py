@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.progress import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
+from hpc_elastic.workers import tree
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_workers import IdleWorkers, started
@@ -99,6 +101,21 @@ def test_this_process_is_counted_with_its_children() -> None:
     subprocess.run([sys.executable, "-S", "-c", "sum(range(10_000_000))"], check=True)
     assert read_counts({0: os.getpid()})[0].cpu > after.cpu + 0.05, "a child that has come and gone"
     assert read_counts({0: 2**22 + 1})[0] == Counts()
+
+
+def test_what_runs_below_a_process_is_found_by_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as shell:
+        try:
+            assert shell.stdout is not None
+            sleep, me = int(shell.stdout.readline()), os.getpid()
+            found = tree.below([me, shell.pid])
+            assert {shell.pid, sleep} <= set(found[me])
+            assert found[shell.pid] == [sleep]
+            monkeypatch.setattr(tree, "main_children", lambda pid: None)
+            assert tree.below([shell.pid]) == {shell.pid: [sleep]}, "without CONFIG_PROC_CHILDREN"
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
 
 
 HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
