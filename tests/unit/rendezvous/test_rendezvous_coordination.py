@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import select
 import threading
 import time
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.codec import to_json
+from hpc_elastic.base.loop import is_refusal
 from hpc_elastic.rendezvous.cluster_view import PendingNotifications
-from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.coordination import ALONE_SECONDS, Coordination, RefusalWatch
 from hpc_elastic.rendezvous.membership import BeatPlan
 from hpc_elastic.rendezvous.schedule import Lease, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -99,6 +103,11 @@ class Started:
         self.participant = participant
         self.notifier = notifier
 
+    @property
+    def port(self) -> int:
+        assert self.notifier is not None
+        return self.notifier.port
+
     def notices(self) -> list[Any]:
         ready, _, _ = select.select([self.coordination], [], [], 10)
         assert ready, "nothing was told"
@@ -125,6 +134,14 @@ def start() -> Iterator[Callable[..., Started]]:
         assert coordination.stop(within=10)
     for notifier in notifiers:
         notifier.close()
+
+
+@pytest.fixture
+def other() -> Iterator[Notifier]:
+    """Another node's notifier."""
+    notifier = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
+    yield notifier
+    notifier.close()
 
 
 def test_what_is_asked_is_done_in_order_before_the_next_step(start: Callable[..., Started]) -> None:
@@ -163,17 +180,12 @@ def test_ten_thousand_notices_block_nobody(start: Callable[..., Started]) -> Non
     assert len(running.notices()) == 10_000
 
 
-def test_a_notification_brings_the_next_step_at_once(start: Callable[..., Started]) -> None:
+def test_a_notification_brings_the_next_step_at_once(start: Callable[..., Started], other: Notifier) -> None:
     running = start(notifier=True)
-    assert running.notifier is not None
-    other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
-    try:
-        for steps in (2, 3):
-            other.notify([(HOME, running.notifier.port)], f"log/{steps}")
-            running.participant.until(steps)
-        assert running.participant.notifications.keys == {"log/2", "log/3"}
-    finally:
-        other.close()
+    for steps in (2, 3):
+        other.notify([(HOME, running.port)], f"log/{steps}")
+        running.participant.until(steps)
+    assert running.participant.notifications.keys == {"log/2", "log/3"}
 
 
 def test_forged_notifications_bring_none(start: Callable[..., Started]) -> None:
@@ -183,7 +195,7 @@ def test_forged_notifications_bring_none(start: Callable[..., Started]) -> None:
     forger = Notifier(secret=b"other", run_uid="r", uid="b", host=HOME)
     try:
         for count in range(1, 6):
-            forger.notify([(HOME, running.notifier.port)])
+            forger.notify([(HOME, running.port)])
             deadline = time.monotonic() + 10
             while running.notifier.rejections.total() < count:
                 assert time.monotonic() < deadline, "the datagram was not taken in"
@@ -200,15 +212,21 @@ def test_without_a_notification_the_participant_says_when(start: Callable[..., S
     running.participant.until(20)
 
 
-def test_a_passing_fault_is_tried_again(start: Callable[..., Started]) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), StoreFullError(root="/store", why="No space left on device")]
+)
+def test_a_passing_fault_and_a_full_disk_are_waited_for(
+    start: Callable[..., Started], caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     def refuse(steps: int) -> float | None:
-        if steps <= 3:
-            raise OSError(5, "Input/output error")
+        if steps < 5:
+            raise error
         return None
 
     running = start(refuse)
-    running.participant.until(4)
+    running.participant.until(5)
     assert running.coordination.take() == []
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("error", [StoreError(root="/store", why="no space"), RuntimeError("a defect")])
@@ -260,6 +278,8 @@ def test_stopping_does_what_was_asked_for_first(start: Callable[..., Started]) -
     assert running.coordination.stop(within=10)
     assert done == ["last word"]
     assert running.coordination.stop(within=10), "again"
+    never_started = Coordination(lambda _: Stepped(), notifier=None, clock=SystemClock())  # type: ignore[arg-type,return-value]
+    assert never_started.stop(within=1)
 
 
 def test_last_words_are_tried_again_where_the_filesystem_refuses_once(start: Callable[..., Started]) -> None:
@@ -278,18 +298,6 @@ def test_last_words_are_tried_again_where_the_filesystem_refuses_once(start: Cal
     assert running.coordination.stop(within=10)
     assert len(refused) == 2
     assert running.participant.steps >= 4, "a step that worked came after the refused ones"
-
-
-def test_a_full_disk_is_waited_for(start: Callable[..., Started], caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(steps: int) -> float | None:
-        if steps < 5:
-            raise StoreFullError(root="/store", why="No space left on device")
-        return None
-
-    running = start(refuse)
-    running.participant.until(5)
-    assert running.coordination.take() == []
-    assert len(caplog.records) == 1
 
 
 def test_a_disk_that_stays_full_is_given_up_after_ten_minutes() -> None:
@@ -324,39 +332,28 @@ def test_a_hung_filesystem_is_not_waited_for(start: Callable[..., Started]) -> N
     thaw.set()
 
 
-def test_stopping_what_never_started_is_nothing() -> None:
-    coordination = Coordination(lambda _: Stepped(), notifier=None, clock=SystemClock())  # type: ignore[arg-type,return-value]
-    assert coordination.stop(within=1)
-
-
-def test_a_beat_is_passed_on_and_ends_no_wait(start: Callable[..., Started]) -> None:
+def test_a_beat_is_passed_on_and_ends_no_wait(start: Callable[..., Started], other: Notifier) -> None:
     running = start(notifier=True)
-    assert running.notifier is not None
-    other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
-    try:
-        other.beat([(HOME, running.notifier.port)])
-        participant = running.participant
-        with participant.changed:
-            assert participant.changed.wait_for(lambda: participant.heard_of == {"b"}, 10)
-        assert participant.steps == 1
-    finally:
-        other.close()
+    other.beat([(HOME, running.port)])
+    participant = running.participant
+    with participant.changed:
+        assert participant.changed.wait_for(lambda: participant.heard_of == {"b"}, 10)
+    assert participant.steps == 1
 
 
-def test_beats_go_on_while_a_step_hangs(start: Callable[..., Started]) -> None:
+def test_beats_go_on_while_a_step_hangs(other: Notifier) -> None:
     """A mount that does not answer must not make its node silent."""
-    other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
     release = threading.Event()
+    participant = Stepped(lambda n: None if n == 1 else (release.wait(20), None)[1])
+    participant.beaten_to = [(HOME, other.port)]
+    notifier = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME)
+    coordination = Coordination(
+        lambda _: participant,  # type: ignore[arg-type,return-value]
+        notifier=notifier,
+        clock=SystemClock(),
+        beat_interval=0.02,
+    )
     try:
-        participant = Stepped(lambda n: None if n == 1 else (release.wait(20), None)[1])
-        participant.beaten_to = [(HOME, other.port)]
-        notifier = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME)
-        coordination = Coordination(
-            lambda _: participant,  # type: ignore[arg-type,return-value]
-            notifier=notifier,
-            clock=SystemClock(),
-            beat_interval=0.02,
-        )
         coordination.start()
         participant.until(1)
         coordination.ask(lambda _: None)
@@ -371,7 +368,6 @@ def test_beats_go_on_while_a_step_hangs(start: Callable[..., Started]) -> None:
         release.set()
         coordination.stop(within=10)
         notifier.close()
-        other.close()
 
 
 def test_what_a_filesystem_refuses_is_tried_again(start: Callable[..., Started]) -> None:
@@ -430,3 +426,109 @@ def test_a_gap_or_a_question_of_a_worker_has_the_record_read_past_caches_before_
         notifier.close()
         os.close(questions)
         os.close(ask)
+
+
+# -- a filesystem that refuses: since when, with what, and whether it refuses the others too
+
+
+EACCES = OSError(errno.EACCES, "Permission denied", b"/runs/store/hb/1")
+PEER = {"b"}
+REFUSED, FINE = frozenset({"b"}), frozenset[str]()
+
+
+@pytest.mark.parametrize(
+    ("is_one", "numbers"),
+    [
+        (True, [errno.EACCES, errno.EPERM, errno.ESTALE, errno.EIO, errno.EKEYEXPIRED]),
+        (False, [errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EEXIST]),
+    ],
+)
+def test_which_errors_are_refusals(is_one: bool, numbers: list[int]) -> None:
+    assert [is_refusal(OSError(number, "no")) for number in numbers] == [is_one] * 5
+
+
+def test_a_time_of_refusal_begins_once_and_ends() -> None:
+    watch = RefusalWatch()
+    assert watch.refused(EACCES, 10.0, 1_000)
+    assert not watch.refused(OSError(errno.EIO, "Input/output error"), 12.0, 3_000)
+    assert watch.now is not None
+    assert str(watch.now) == "Permission denied (/runs/store/hb/1)"
+    ended = watch.answered()
+    assert ended is not None
+    assert to_json(ended.to_event(35.0, over=True)) == {
+        "event": "filesystem_refused",
+        "error": "Permission denied",
+        "path": "/runs/store/hb/1",
+        "since_ns": 1_000,
+        "seconds": 25.0,
+        "over": True,
+    }
+    assert watch.answered() is None
+
+
+FULL = StoreFullError(root="/runs/store", why="can't create x")
+FULL.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        pytest.param(FULL, "Disk quota exceeded (/runs/store)", id="a quota"),
+        pytest.param(
+            OSError(errno.EACCES, "Permission denied", b"12 the text", None, b"/runs/store/log/1"),
+            "Permission denied (/runs/store/log/1)",
+            id="a link, by its path and not by its text",
+        ),
+    ],
+)
+def test_what_was_refused_is_named(error: Exception, said: str) -> None:
+    watch = RefusalWatch()
+    watch.refused(error, 0.0, 0)
+    assert str(watch.now) == said
+
+
+def test_the_limit_of_open_files_is_no_refusal_of_the_filesystem() -> None:
+    watch = RefusalWatch()
+    watch.refused(OSError(errno.EMFILE, "Too many open files", "/runs/store/hb/1"), 0.0, 0)
+    assert watch.now is not None
+    found = to_json(watch.now.to_event(12.0, over=True))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found == {
+        "event": "health_warning",
+        "check": "descriptors",
+        "reason": f"no file could be opened for 12 s: open files: an agent may have {limit} (ulimit -Hn)",
+    }
+
+
+def alone(*beats: tuple[float, frozenset[str]], at: float) -> bool:
+    """Refused since 0; the beats of a peer, and whether this process is alone with it then."""
+    watch = RefusalWatch()
+    watch.refused(EACCES, 0.0, 0)
+    for when, refused in beats:
+        watch.heard(PEER, refused, when)
+    return watch.is_alone(at)
+
+
+def test_it_is_alone_where_a_peer_is_not_refused_for_a_while() -> None:
+    beats = [(float(second), FINE) for second in range(12)]
+    assert alone(*beats, at=11.0)
+    assert not alone(*beats[:9], at=8.0), "a peer may be late to notice"
+    assert not alone(at=60.0), "nobody says how it fares"
+    assert not alone(*beats[:5], at=60.0), "the peer has not been heard for long"
+
+
+def test_it_is_not_alone_with_a_peer_that_was_refused_a_moment_ago() -> None:
+    beats = [*((float(s), REFUSED) for s in range(30)), *((float(s), FINE) for s in range(30, 45))]
+    assert not alone(*beats[:34], at=33.0)
+    assert alone(*beats, at=29.0 + ALONE_SECONDS + 2.0)
+
+
+def test_a_peer_that_is_refused_now_is_news_once() -> None:
+    watch = RefusalWatch()
+    assert not watch.heard(PEER, FINE, 0.0)
+    assert watch.heard(PEER, REFUSED, 1.0)
+    assert not watch.heard(PEER, REFUSED, 2.0)
+    assert not watch.heard({"c"}, FINE, 2.5)
+    assert not watch.heard(PEER, REFUSED, 3.0)
+    assert not watch.heard(PEER, FINE, 4.0)
+    assert watch.heard(PEER, REFUSED, 5.0)

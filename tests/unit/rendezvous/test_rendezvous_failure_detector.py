@@ -97,12 +97,18 @@ def test_packets_that_this_host_dropped_make_nobody_silent(observer: Observer) -
     assert observer.detector.silence("a") == 0.0, "never in the future"
 
 
-def test_a_suspect_that_does_not_answer_is_dead(observer: Observer) -> None:
+def suspected(observer: Observer) -> Heartbeat:
+    """Node a was heard, fell silent, and is asked; returns its heartbeat."""
     heartbeat = Heartbeat(observer.store, "a")
     heartbeat.beat(0.0)
     observer.hear("a")
     observer.after(INTERVALS.silence + 0.1, closely="a")
     observer.detector.asked(["a"], observer.clock.now)
+    return heartbeat
+
+
+def test_a_suspect_that_does_not_answer_is_dead(observer: Observer) -> None:
+    suspected(observer)
     observer.after(INTERVALS.answer, closely="a")
     observer.detector.asked(["a", "b"], observer.clock.now)  # the question to `a` counts from when it was first asked
     assert not observer.detector.is_dead("a")
@@ -113,12 +119,8 @@ def test_a_suspect_that_does_not_answer_is_dead(observer: Observer) -> None:
 
 
 def test_a_suspect_that_answers_had_lost_its_link(observer: Observer) -> None:
-    heartbeat = Heartbeat(observer.store, "a")
-    heartbeat.beat(0.0)
-    observer.hear("a")
     heard_at = observer.clock.now
-    observer.after(INTERVALS.silence + 0.1, closely="a")
-    observer.detector.asked(["a"], observer.clock.now)
+    heartbeat = suspected(observer)
     assert observer.detector.answered(["a"]) == frozenset()
     heartbeat.beat(1.0)
     assert observer.after(1.0, closely="a").answered(["a"]) == {"a"}
@@ -140,35 +142,20 @@ def test_a_suspect_that_is_heard_has_answered_and_was_only_slow(observer: Observ
     assert observer.detector.links_lost(to_the_end=True) == []
 
 
-def cut_off(observer: Observer) -> None:
-    heartbeat = Heartbeat(observer.store, "a")
-    heartbeat.beat(0.0)
-    observer.hear("a")
-    observer.after(INTERVALS.silence + 0.1, closely="a")
-    observer.detector.asked(["a"], observer.clock.now)
-    heartbeat.beat(1.0)
+@pytest.mark.parametrize("is_lost", [False, True], ids=["once", "unless its node is lost, too"])
+def test_a_link_that_is_still_lost_is_reported_at_the_end(observer: Observer, is_lost: bool) -> None:
+    suspected(observer).beat(1.0)
     observer.after(1.0, closely="a").answered(["a"])
-
-
-def test_a_link_that_is_still_lost_is_reported_at_the_end_once(observer: Observer) -> None:
-    cut_off(observer)
-    (link,) = observer.detector.links_lost(to_the_end=True)
-    assert (link.uid, link.over) == ("a", False)
-    assert observer.detector.links_lost(to_the_end=True) == []
-
-
-def test_a_node_that_is_lost_after_that_had_more_than_a_lost_link(observer: Observer) -> None:
-    cut_off(observer)
-    observer.detector.lost(["a"])
-    observer.hear("a")
+    if is_lost:
+        observer.detector.lost(["a"])
+        observer.hear("a")
+    found = observer.detector.links_lost(to_the_end=True)
+    assert [(link.uid, link.over) for link in found] == ([] if is_lost else [("a", False)])
     assert observer.detector.links_lost(to_the_end=True) == []
 
 
 def test_a_pause_of_this_process_counts_for_nobody(observer: Observer) -> None:
-    Heartbeat(observer.store, "a").beat(0.0)
-    observer.hear("a")
-    observer.after(INTERVALS.silence + 0.1, closely="a")
-    observer.detector.asked(["a"], observer.clock.now)
+    suspected(observer)
     observer.clock.now += 1000.0
     observer.detector.begin_step()
     assert observer.detector.look_at(["a"], closely=True) == pytest.approx(1000.0)
@@ -177,24 +164,19 @@ def test_a_pause_of_this_process_counts_for_nobody(observer: Observer) -> None:
     assert observer.after(1.1, closely="a").is_dead("a")
 
 
-def test_a_first_beat_that_a_cache_hides_is_found() -> None:
+def test_a_first_beat_that_a_cache_hides_is_found_at_one_invalidation_a_second() -> None:
     """Or a node that was looked for before its first beat would be taken for lost, however often it beats."""
-    store = FaultyStore()
-    heartbeat, ages = Heartbeat(store, "a"), HeartbeatAges(store)
-    ages.look("a", 500.0)
-    for tenth in range(31):
-        heartbeat.beat(tenth / 10)
-        ages.look("a", 500.0 + tenth / 10)
-    assert ages.age("a") <= INVALIDATE_SECONDS
-
-
-def test_looking_for_those_that_are_not_there_costs_one_invalidation_a_second() -> None:
     store = FaultyStore()
     ages = HeartbeatAges(store)
     for tenth in range(50):
         for uid in "abc":
             ages.look(uid, 500.0 + tenth / 10)
     assert store.invalidations == ["hb"] * 5
+    heartbeat = Heartbeat(store, "a")
+    for tenth in range(50, 81):
+        heartbeat.beat(tenth / 10)
+        ages.look("a", 500.0 + tenth / 10)
+    assert ages.age("a") <= INVALIDATE_SECONDS
 
 
 def test_not_being_able_to_look_is_no_evidence() -> None:

@@ -82,24 +82,17 @@ def test_a_newcomer_is_taken_in_where_there_is_room(rig: HandlerRig) -> None:
     assert newcomer.result(30).rank == 1
 
 
-def test_a_node_that_waits_is_counted_while_the_round_is_full(rig: HandlerRig) -> None:
-    one = rig.make(1, 1)
-    rig.meet(one)
-    waiting = rig.start(rig.make(1, 1))
-    until(lambda: one.num_nodes_waiting() == 1)
-    assert not one.round_is_over()
-    rig.made[1].set_closed()
-    with pytest.raises(RendezvousClosedError):
-        waiting.result(30)
-
-
-def test_a_spare_that_gives_up_is_told_that_there_was_no_place(rig: HandlerRig) -> None:
-    """And not that somebody is missing."""
-    one = rig.make(1, 1)
+def test_while_the_round_is_full_a_node_waits_is_counted_and_is_told_that_there_is_no_place(rig: HandlerRig) -> None:
+    one, spare, other = rig.make(1, 1), rig.make(1, 1, timeout=0.5), rig.make(1, 1)
     rig.meet(one)
     with pytest.raises(RendezvousTimeoutError, match=r"all 1 places were taken for 0\.5 s, and this node, a spare"):
-        rig.make(1, 1, timeout=0.5).next_rendezvous()
+        spare.next_rendezvous()  # and not that somebody is missing
+    waiting = rig.start(other)
+    until(lambda: one.num_nodes_waiting() == 1)
     assert not one.round_is_over()
+    spare.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        waiting.result(30)
 
 
 def test_closing_ends_joiners_waiters_and_running_rounds(rig: HandlerRig) -> None:

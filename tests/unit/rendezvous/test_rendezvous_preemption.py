@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_elastic.base import codec
 from hpc_elastic.rendezvous.claims import read_claim
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, propose_notice
 from hpc_elastic.rendezvous.state import (
@@ -21,7 +20,6 @@ from hpc_elastic.rendezvous.state import (
     RunNotice,
     Status,
     agreed_step,
-    decode_record,
     seconds_to_save,
 )
 from hpc_elastic.run.paths import Outcome
@@ -32,12 +30,9 @@ NOTICE = RunNotice("SIGUSR2 on n0", 85.0)
 HEEDS = PreemptionStatus(heeds=True, step=100, rate=10.0)
 
 
-def test_what_is_on_disk_reads_back_and_rubbish_is_refused() -> None:
-    with_notice = replace(FINAL, notice=replace(NOTICE, step=7))
-    assert decode_record(with_notice.number, with_notice.to_json(), run_id="r") == with_notice
-    assert read_claim(PreemptionStatus, codec.dumps(HEEDS)) == HEEDS
-    for wrong in ({}, {"heeds": "yes"}, {"heeds": True, "step": "x", "rate": 1}):
-        assert read_claim(PreemptionStatus, json.dumps(wrong)) is None
+@pytest.mark.parametrize("wrong", [{}, {"heeds": "yes"}, {"heeds": True, "step": "x", "rate": 1}])
+def test_rubbish_on_disk_is_refused(wrong: dict[str, object]) -> None:
+    assert read_claim(PreemptionStatus, json.dumps(wrong)) is None
 
 
 @pytest.mark.parametrize(
@@ -86,16 +81,15 @@ def test_no_round_begins_any_more(status: Status) -> None:
 
 def test_the_step_is_agreed_when_all_have_said_where_they_stand() -> None:
     assert under(noted=dict.fromkeys(ALL[:3], HEEDS)) is None
+    step = 100 + 10 * int(SETTINGS.suspect_answer) + 1
     proposal = under(noted=NOTED)
-    assert proposal.event is RoundEvent.AGREE
-    assert proposal.record.status is Status.FINAL
-    assert proposal.record.notice == replace(NOTICE, step=100 + 10 * int(SETTINGS.suspect_answer) + 1)
+    agreed = record(Status.FINAL, *ALL, notice=replace(NOTICE, step=step)).successor()
+    assert (proposal.event, proposal.record) == (RoundEvent.AGREE, agreed)
     assert proposal.reason == "all workers save after step 141"
-
-
-def test_who_says_nothing_is_not_waited_for_for_ever() -> None:
-    proposal = under(noted={ALL[0]: HEEDS}, since_notice=5.0)
-    assert proposal.event is RoundEvent.AGREE
+    late = under(noted={ALL[0]: HEEDS}, since_notice=5.0)
+    assert late.event is RoundEvent.AGREE, "who says nothing is not waited for for ever"
+    deaf = under(noted=DEAF, since_notice=1.2)
+    assert deaf.event is RoundEvent.AGREE, "nor a script that heeds no notices"
 
 
 def test_where_no_steps_are_told_each_saves_when_it_can() -> None:
@@ -139,10 +133,6 @@ def test_how_an_attempt_ends_under_a_notice(what: str, seen: dict[str, Any], out
     assert proposal.reason.startswith("notice SIGUSR2 on n0") or not reason
 
 
-def test_a_script_that_heeds_no_notices_is_not_waited_for() -> None:
-    assert under(noted=DEAF, since_notice=1.2).event is RoundEvent.AGREE
-
-
 def test_every_record_after_it_carries_the_notice() -> None:
     proposal = propose_notice(FINAL, NOTICE)
     assert proposal.event is RoundEvent.NOTICE
@@ -166,27 +156,25 @@ def test_a_signal_that_was_heard_is_on_disk_and_told_once() -> None:
     words.heard("SIGTERM on n2")
     assert words
     proposal = next_of(words)
-    assert (proposal.event, proposal.record.heard, proposal.reason) == (
-        RoundEvent.HEARD,
-        "SIGTERM on n1",
-        "SIGTERM on n1",
-    )
-    assert proposal.record.status is Status.FINAL
-    assert decode_record(proposal.record.number, proposal.record.to_json(), run_id="r") == proposal.record
+    assert (proposal.event, proposal.reason) == (RoundEvent.HEARD, "SIGTERM on n1")
+    assert proposal.record == FINAL.successor(heard="SIGTERM on n1")
     assert words.next(proposal.record) is None
     assert not words, "the log says it"
 
 
-@pytest.mark.parametrize("known", ["a notice", "another's word", "the end"])
-def test_nobody_tells_of_a_signal_when_all_know_more(known: str) -> None:
+@pytest.mark.parametrize(
+    ("heard", "there"),
+    [
+        ("SIGUSR2 on n1", {"notice": NOTICE}),
+        ("SIGTERM on n1", {"heard": "SIGTERM on n2"}),
+        ("SIGTERM on n1", {"status": Status.CLOSED, "outcome": Outcome.CANCELLED}),
+    ],
+    ids=["a notice", "another's word", "the end"],
+)
+def test_nobody_tells_of_a_signal_when_all_know_more(heard: str, there: dict[str, Any]) -> None:
     words = RequestsToAll()
-    words.heard("SIGUSR2 on n1" if known == "a notice" else "SIGTERM on n1")
-    there = {
-        "a notice": replace(FINAL, notice=NOTICE),
-        "another's word": replace(FINAL, heard="SIGTERM on n2"),
-        "the end": replace(FINAL, status=Status.CLOSED, outcome=Outcome.CANCELLED),
-    }[known]
-    assert words.next(there) is None
+    words.heard(heard)
+    assert words.next(replace(FINAL, **there)) is None
     assert not words
 
 
@@ -224,23 +212,22 @@ def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since
     assert words.next(told.record, noticed_for=0.0) is None
 
 
-def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
+@pytest.mark.parametrize(
+    ("ends", "event", "reason"),
+    [((Outcome.CANCELLED, Outcome.FAILED), RoundEvent.CLOSE, "CANCELLED"), ((), RoundEvent.NOTICE, NOTICE.reason)],
+    ids=["an end", "a notice"],
+)
+def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal(
+    ends: tuple[Outcome, ...], event: RoundEvent, reason: str
+) -> None:
     words = RequestsToAll()
     words.heard("SIGTERM on n1")
     words.give_notice(NOTICE)
-    words.close(Outcome.CANCELLED, "first")
-    words.close(Outcome.FAILED, "second")
-    closing = next_of(words)
-    assert (closing.record.status, closing.record.outcome, closing.reason) == (
-        Status.CLOSED,
-        Outcome.CANCELLED,
-        "first",
-    )
-    other = RequestsToAll()
-    other.heard("SIGTERM on n1")
-    other.give_notice(NOTICE)
-    notice = next_of(other)
-    assert notice.event is RoundEvent.NOTICE
+    for outcome in ends:
+        words.close(outcome, outcome.name)
+    found = next_of(words)
+    assert (found.event, found.record.outcome) == (event, ends[0] if ends else None)
+    assert reason in found.reason
 
 
 def test_no_round_begins_until_it_is_known_what_a_signal_means() -> None:

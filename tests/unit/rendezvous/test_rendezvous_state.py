@@ -1,8 +1,9 @@
-"""Records and claims on disk: they come back as they were; what is foreign, newer or damaged is said to be so."""
+"""Records and claims on disk: what is foreign, newer or damaged is said to be so; and names of participants."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 
 import pytest
@@ -11,44 +12,29 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hpc_elastic.base import codec
+from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.claims import OwnClaims, read_claim
 from hpc_elastic.rendezvous.state import (
-    FailureMemory,
-    HangMark,
     Member,
     NodeFailure,
+    RendezvousClosedError,
+    RendezvousError,
     RendezvousStateError,
+    RendezvousTimeoutError,
+    RoundEvent,
     RoundRecord,
     Status,
     decode_record,
+    new_uid,
+    next_status,
+    node_of,
+    supersedes,
 )
-from hpc_elastic.run.paths import Outcome
 from hpc_elastic.store.file_store import LONGEST_SYMLINK
-from tests.rigs.memory_store import MemoryStore
+from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore, fits_key
 
 TEXT = st.text(max_size=20)
-SMALL = st.integers(-1, 10**6)
-HANGS = st.none() | st.builds(HangMark, SMALL, st.integers(0, 10**6).map(float))
-MEMBERS = st.lists(st.builds(Member, uid=TEXT, node=SMALL, local_world_size=SMALL), max_size=4).map(tuple)
-RECORDS = st.builds(
-    RoundRecord,
-    number=st.integers(1, 10**9),
-    epoch=TEXT,
-    term=SMALL,
-    leader=TEXT,
-    round=SMALL,
-    status=st.sampled_from(Status),
-    members=MEMBERS,
-    restarts_used=SMALL,
-    waiting=SMALL,
-    lost=st.lists(SMALL, max_size=4).map(tuple),
-    reason=TEXT,
-    master=TEXT,
-    outcome=st.one_of(st.none(), st.sampled_from(Outcome)),
-    retryable=st.booleans(),
-    memory=st.builds(FailureMemory, fingerprint=TEXT, times=SMALL, step=SMALL),
-    hang=HANGS,
-)
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
@@ -57,11 +43,6 @@ JSON = st.recursive(
 RECORD = RoundRecord(
     number=7, epoch="e", term=2, leader="00000-a", round=3, status=Status.FINAL, members=(Member("00000-a", 0, 8),)
 )
-
-
-@given(record=RECORDS)
-def test_records_come_back_as_they_were(record: RoundRecord) -> None:
-    assert decode_record(record.number, json.loads(json.dumps(record.to_json())), run_id="r") == record
 
 
 def test_unknown_keys_are_left_alone() -> None:
@@ -113,29 +94,7 @@ def test_a_record_of_a_few_nodes_fits_into_a_symlink() -> None:
     assert len(json.dumps({**record.to_json(), "nonce": "0" * 16}, separators=(",", ":"))) < LONGEST_SYMLINK
 
 
-def test_members_are_found_by_uid() -> None:
-    assert RECORD.member("00000-a") == RECORD.members[0]
-    assert RECORD.member("00000-b") is None
-
-
 FAILURE = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=True, message="boom", step=9, seconds=2)
-
-
-@given(
-    failure=st.builds(
-        NodeFailure,
-        node=SMALL,
-        fingerprint=TEXT,
-        failure_class=TEXT,
-        retryable=st.booleans(),
-        message=TEXT,
-        step=SMALL,
-        seconds=st.integers(0, 10**6).map(float),
-        hang=HANGS,
-    )
-)
-def test_a_nodes_failure_comes_back(failure: NodeFailure) -> None:
-    assert read_claim(NodeFailure, codec.dumps(failure)) == failure
 
 
 def test_a_long_message_is_cut() -> None:
@@ -156,3 +115,114 @@ def test_claims_that_make_no_sense_are_none(garbage: dict[str, object]) -> None:
 @pytest.mark.parametrize("value", [None, "x", []])
 def test_a_failure_without_sensible_numbers_is_none(key: str, value: object) -> None:
     assert codec.readable(NodeFailure, {**codec.to_json(FAILURE), key: value}) is None
+
+
+# -- what may follow what in the log: every status with every event
+
+
+J, Z, F, C = Status.JOINABLE, Status.FROZEN, Status.FINAL, Status.CLOSED
+E = RoundEvent
+LEGAL = {
+    **{(status, event): status for status in (J, Z, F) for event in (E.TAKE_OVER, E.ASK, E.HEARD, E.NOTICE)},
+    **{(status, E.CLOSE): C for status in (J, Z, F)},
+    (J, E.ANNOUNCE): J,
+    (J, E.FREEZE): Z,
+    (Z, E.CONFIRM): F,
+    (Z, E.REOPEN): J,
+    (F, E.ANNOUNCE): F,
+    (F, E.AGREE): F,
+    (F, E.REOPEN): J,
+}
+
+
+@pytest.mark.parametrize("event", RoundEvent)
+@pytest.mark.parametrize("status", Status)
+def test_every_pair_is_legal_or_refused_by_name(status: Status, event: RoundEvent) -> None:
+    if (status, event) in LEGAL:
+        assert next_status(status, event) is LEGAL[status, event]
+        return
+    with pytest.raises(IllegalTransitionError) as caught:
+        next_status(status, event)
+    assert (caught.value.state, caught.value.event) == (status.value, event.value)
+    assert status.value in str(caught.value)
+    assert event.value in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RendezvousClosedError(run_id="r/1", outcome="failed", reason="boom"), ["'r/1'", "failed", "boom"]),
+        (
+            RendezvousTimeoutError(run_id="r", missing_count=1, expected=4, timeout=600.0, missing="nid003", fewer=3),
+            ["1 of 4", "600 s", "nid003", "fewer nodes, 3-4"],
+        ),
+        (RendezvousStateError(run_id="r", number=7, why="unreadable"), ["record 7", "unreadable"]),
+    ],
+)
+def test_errors_say_what(error: RendezvousError, words: list[str]) -> None:
+    for word in words:
+        assert word in str(error)
+
+
+# -- names of participants: unique, readable, and in order on one node
+
+
+def test_it_reads_well() -> None:
+    name = new_uid(3, "nid003", FakeClock(1.0))
+    head, host, started, chance = name.split("-")
+    assert (head, host, started) == ("00003", "nid003", f"{10**9 >> 16:016x}")
+    assert len(chance) == 4
+
+
+@pytest.mark.parametrize("host", ["n1", "a-b-c", "node.example.org", "grüße/..\n", "x" * 300, "", "-", "."])
+def test_any_host_name_gives_a_name_that_fits(host: str) -> None:
+    name = new_uid(7, host, FakeClock())
+    assert fits_key(name)
+    assert fits_key(f"leave+{name}")
+    assert node_of(name) == 7
+
+
+def test_two_starts_in_the_same_nanosecond_differ() -> None:
+    clock = FakeClock()
+    assert len({new_uid(0, "n", clock) for _ in range(50)}) > 45
+
+
+@pytest.mark.parametrize(
+    ("name", "node"), [("", -1), ("x", -1), ("-1-n", -1), ("n0-1-2", -1), ("nonsense", -1), ("00042-n-1-2", 42)]
+)
+def test_the_node_in_a_name(name: str, node: int) -> None:
+    assert node_of(name) == node
+
+
+def test_a_later_agent_of_a_node_supersedes_the_earlier_one() -> None:
+    clock = FakeClock()
+    names = []
+    for seconds in (0.0001, 1, 86400, 10**8):
+        clock.now += seconds
+        names.append(new_uid(4, "a-b", clock))
+    for earlier, later in itertools.pairwise(names):
+        assert supersedes(later, earlier)
+        assert not supersedes(earlier, later)
+
+
+def test_a_node_whose_clock_was_set_back_goes_by_its_starts() -> None:
+    clock = FakeClock(10**6)
+    old = new_uid(4, "n4", clock, start=9)
+    clock.now -= 3600
+    new = new_uid(4, "n4", clock, start=10)
+    assert supersedes(new, old)
+    assert not supersedes(old, new)
+
+
+@pytest.mark.parametrize(
+    ("newer", "older", "supersedes_it"),
+    [
+        ("00004-aaa-0000000000000002-aaaa", "00004-zzz-0000000000000001-bbbb", True),  # the host does not count
+        ("00005-aaa-0000000000000002-aaaa", "00004-aaa-0000000000000001-bbbb", False),  # the node does
+        ("00004-n-0000000000000001-aaaa", "00004-n-0000000000000001-aaaa", False),  # itself
+        ("00001-n-0000000000000001-bbbb", "00001-n-0000000000000001-aaaa", True),  # of one nanosecond
+        ("00001-n-0000000000000001-aaaa", "00001-n-0000000000000001-bbbb", False),
+    ],
+)
+def test_who_supersedes_whom(newer: str, older: str, supersedes_it: bool) -> None:
+    assert supersedes(newer, older) is supersedes_it

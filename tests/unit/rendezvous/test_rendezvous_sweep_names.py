@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.launch.run_directory import claim_attempt
-from hpc_elastic.rendezvous.claims import SWEEP_SECONDS, read_claims
+from hpc_elastic.rendezvous.claims import SWEEP_SECONDS
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, RunFolder
-from hpc_elastic.rendezvous.membership import KEPT_RECORDS, RecordLog
+from hpc_elastic.rendezvous.membership import KEPT_RECORDS
 from hpc_elastic.rendezvous.state import NodeFailure
 from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.run.spec import RendezvousSettings
-from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.key_value import KeyValueStore
 from tests.rigs.event_pairs import read_events
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
@@ -78,31 +75,6 @@ def test_no_name_is_used_twice_in_a_chaotic_run(seed: int) -> None:
 
 
 DOT_NAMES = (".nfs000000000000000100000001", ".0123456789abcdef", ".hidden.jsonl")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    store = FileStore(tmp_path / "store", clock=FakeClock())
-    store.put_if_absent("log/0000000000000001", "{}")
-    store.put_if_absent("round/000000/join+a", "in")
-    store.overwrite("hb/a", "1 x")
-    KeyValueStore(store, "kv/000000", clock=FakeClock()).set("k", b"v")
-    for folder, _, _ in list(os.walk(tmp_path / "store")):
-        for name in DOT_NAMES:
-            (Path(folder) / name).write_text("garbage")
-    return store
-
-
-def test_listings_of_a_store_pass_over_dot_names(store: FileStore) -> None:
-    assert sorted(store.list("")) == ["hb", "kv", "log", "round"]
-    assert store.list("hb") == ["a"]
-    found = RecordLog(store).latest()
-    assert found is not None
-    assert found.number == 1
-    assert read_claims(store, 0) == {"join": ["a"]}
-    values = KeyValueStore(store, "kv/000000", clock=FakeClock())
-    assert values.all_keys() == ["k"]
-    assert values.get("k") == b"v"
 
 
 def test_listings_of_a_run_directory_pass_over_dot_names(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from hpc_elastic.rendezvous.claims import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.membership import NodeInfo, Peers
@@ -70,14 +72,17 @@ def test_the_supervisor_claims_the_end_and_the_agents_leave_it_to_it() -> None:
     assert heard_boss.names == ["end_claimed"]
 
 
-def test_a_supervisor_that_may_not_claim_the_end_leaves_it_open() -> None:
-    """Slurm has not confirmed that its node still belongs to the job."""
+@pytest.mark.parametrize("comes_back", [False, True], ids=["Slurm has not confirmed its node", "it may claim too late"])
+def test_a_supervisor_that_may_not_claim_the_end_leaves_it_open(comes_back: bool) -> None:
     stage = Stage()
     boss, heard = stage.ending("boss")
     boss.step_of_supervisor(CLOSED, peers := stage.peers(0), stage.detector)
     assert heard.names == []
     assert claim_end(stage.store, "a")
-    boss.step_of_supervisor(CLOSED, peers, stage.detector)
+    if comes_back:
+        boss.may_claim()
+    for _ in range(2):
+        boss.step_of_supervisor(CLOSED, peers, stage.detector)
     assert heard.events == [("end_taken_over", {"by": "a", "reason": ""})]
 
 
@@ -98,26 +103,31 @@ def test_a_supervisor_that_waits_for_slurms_answer_is_waited_for_longer() -> Non
     assert heard.names == ["end_unclaimed"]
 
 
-def test_without_a_supervisor_each_agent_gets_its_turn() -> None:
+def test_without_a_supervisor_each_agent_gets_its_turn_and_one_claim_settles_it() -> None:
     stage = Stage()
-    first, heard_first = stage.ending("a")
-    second, heard_second = stage.ending("b")
+    (first, heard_first), (second, heard_second) = stage.ending("a"), stage.ending("b")
     first.begin(0, confirmed=True)
     second.begin(1, confirmed=True)
-    stage.clock.now += END_PATIENCE - 0.1
-    for ending in (second, first):
-        ending.step_of_agent()
-    assert heard_first.names == heard_second.names == []
-    stage.clock.now += 0.2
-    for ending in (second, first):
-        ending.step_of_agent()
-    assert (heard_first.names, heard_second.names) == (["end_unclaimed"], [])
-    stage.clock.now += END_TURN
-    second.step_of_agent()
-    assert heard_second.names == ["end_unclaimed"]
+    for passed, names in (
+        (END_PATIENCE - 0.1, ([], [])),
+        (0.2, (["end_unclaimed"], [])),
+        (END_TURN, (["end_unclaimed"], ["end_unclaimed"])),
+    ):
+        stage.clock.now += passed
+        for ending in (second, first):
+            ending.step_of_agent()
+        assert (heard_first.names, heard_second.names) == names
+    assert claim_end(stage.store, "a")
+    assert claim_end(stage.store, "a")
+    assert not claim_end(stage.store, "b")
+    third, heard = stage.ending("c")
+    third.begin(1, confirmed=True)
+    stage.clock.now += END_PATIENCE + END_TURN + 0.1
+    third.step_of_agent()
+    assert heard.events == [("end_claimed", {"by": "a"})], "an end that was claimed meanwhile is left alone"
 
 
-def test_the_supervisors_time_runs_while_the_agents_workers_end() -> None:
+def test_the_supervisors_time_runs_while_the_agents_workers_end_and_the_last_resort_waits_longer() -> None:
     stage = Stage()
     agent, heard = stage.ending("a")
     agent.step_of_agent()
@@ -125,26 +135,6 @@ def test_the_supervisors_time_runs_while_the_agents_workers_end() -> None:
     agent.begin(0, confirmed=True)
     agent.step_of_agent()
     assert heard.names == ["end_unclaimed"]
-
-
-def test_an_end_that_was_claimed_meanwhile_is_left_alone() -> None:
-    stage = Stage()
-    second, heard = stage.ending("b")
-    second.begin(1, confirmed=True)
-    assert claim_end(stage.store, "a")
-    assert claim_end(stage.store, "a")
-    assert not claim_end(stage.store, "b")
-    stage.clock.now += END_PATIENCE + END_TURN + 0.1
-    second.step_of_agent()
-    assert heard.events == [("end_claimed", {"by": "a"})]
-
-
-def test_the_last_resort_waits_longer_from_the_same_moment() -> None:
-    stage = Stage()
-    agent, heard = stage.ending("a")
-    agent.begin(0, confirmed=True)
-    stage.clock.now += END_PATIENCE
-    agent.step_of_agent()
     agent.begin(0, confirmed=False)
     stage.clock.now += END_UNCONFIRMED - END_PATIENCE - 0.1
     agent.step_of_agent()
@@ -152,18 +142,6 @@ def test_the_last_resort_waits_longer_from_the_same_moment() -> None:
     stage.clock.now += 0.2
     agent.step_of_agent()
     assert heard.names == ["end_unclaimed", "end_unclaimed"]
-
-
-def test_a_supervisor_that_comes_back_late_hears_that_it_was_replaced() -> None:
-    stage = Stage()
-    assert claim_end(stage.store, "a")
-    boss, heard = stage.ending("boss")
-    peers = stage.peers(-1)
-    boss.may_claim()
-    boss.step_of_supervisor(CLOSED, peers, stage.detector)
-    boss.step_of_supervisor(CLOSED, peers, stage.detector)
-    assert heard.events[0] == ("end_taken_over", {"by": "a", "reason": ""})
-    assert heard.names.count("end_taken_over") == 1
 
 
 def test_the_supervisor_hears_once_when_the_last_living_agent_has_gone() -> None:

@@ -50,22 +50,26 @@ def record(index: int, status: Status = Status.FINAL, leader: str = "00000-me-1-
     return RoundRecord(number=index + 1, epoch="e", term=1, leader=leader, round=index, status=status)
 
 
-@pytest.mark.parametrize("status", [Status.JOINABLE, Status.FROZEN, Status.CLOSED])
-def test_nothing_is_removed_while_somebody_waits(status: Status) -> None:
-    store = SpyStore()
-    sweep, _ = sweep_of(store, "00000-me-1-a")
-    for index in range(20):
-        sweep.step(record(index, status), joined=frozenset(), now=float(index) * SWEEP_SECONDS)
-    assert store.deleted == []
-
-
-def test_an_observer_removes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("status", "observes", "removes"),
+    [
+        pytest.param(Status.FINAL, False, True, id="while workers run"),
+        pytest.param(Status.FINAL, True, False, id="not by an observer"),
+        *(
+            pytest.param(status, False, False, id=f"not while somebody waits: {status.value}")
+            for status in (Status.JOINABLE, Status.FROZEN, Status.CLOSED)
+        ),
+    ],
+)
+def test_the_coordinator_alone_removes_and_not_while_somebody_waits(
+    status: Status, observes: bool, removes: bool
+) -> None:
     store = SpyStore()
     store.put_if_absent("round/000000/join+x", "in")
-    sweep, _ = sweep_of(store, "00000-me-1-a", observes=True)
+    sweep, _ = sweep_of(store, "00000-me-1-a", observes=observes)
     for index in range(20):
-        sweep.step(record(index), joined=frozenset(), now=float(index) * SWEEP_SECONDS)
-    assert store.deleted == []
+        sweep.step(record(index, status), joined=frozenset(), now=float(index) * SWEEP_SECONDS)
+    assert store.deleted == (["round/000000/join+x", "round/000000"] if removes else [])
 
 
 def test_no_more_than_so_many_at_a_step_and_in_a_second() -> None:
@@ -95,10 +99,9 @@ def test_a_fault_of_the_filesystem_is_nobodys_matter() -> None:
 
 def test_who_was_away_for_long_announces_itself_again() -> None:
     sweep, peers = sweep_of(SpyStore(), "00000-me-1-a")
-    sweep.step(record(0), joined=frozenset(), now=10.0)
-    assert peers.announced == 0
-    sweep.step(record(0), joined=frozenset(), now=10.0 + GONE_SECONDS)
-    assert peers.announced == 1
+    for now, announced in ((10.0, 0), (10.0 + GONE_SECONDS, 1)):
+        sweep.step(record(0), joined=frozenset(), now=now)
+        assert peers.announced == announced
 
 
 def kinds(store: MemoryStore) -> Counter[str]:
