@@ -30,9 +30,6 @@ def test_the_number_after_the_highest_is_taken_and_no_other_name_counts(tmp_path
     for name in ("attempt-007", "attempt-x", "attempt-9", "round-009", "attempt-008.old", "latest"):
         (tmp_path / name).mkdir()
     assert claim_attempt(RunPaths(tmp_path)).number == 8
-
-
-def test_a_number_of_more_than_three_digits(tmp_path: Path) -> None:
     (tmp_path / "attempt-999").mkdir()
     assert claim_attempt(RunPaths(tmp_path)).root.name == "attempt-1000"
     assert claim_attempt(RunPaths(tmp_path)).number == 1001

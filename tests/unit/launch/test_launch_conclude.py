@@ -163,23 +163,26 @@ def test_a_follow_on_job_is_kept(world: World) -> None:
     assert [event["job_id"] for event in events_of(site.paths, "requeued")] == ["8"]
 
 
-def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(world: World) -> None:
-    """Cancelled in the moment in which it began: its SIGTERM came before anybody could hear, and srun gets no steps."""
+@pytest.mark.parametrize(
+    ("condition", "action", "code", "reason"),
+    [
+        pytest.param(
+            JobCondition.ENDED, RequeueAction.END, 143, "but the job was cancelled meanwhile",
+            id="cancelled as it began: its SIGTERM came before anybody could hear, and srun gets no steps",
+        ),
+        pytest.param(JobCondition.SILENT, RequeueAction.REQUEUE, 75, "node n3 was lost", id="a silent controller"),
+    ],
+)  # fmt: skip
+def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(
+    world: World, condition: JobCondition, action: RequeueAction, code: int, reason: str
+) -> None:
     site, end = world
-    site.answer = SlurmAnswer(JobCondition.ENDED)
+    site.answer = SlurmAnswer(condition)
     decision = end()
-    assert (decision.action, decision.exit_code) == (RequeueAction.END, 143)
-    assert site.plans == []
-    stored = site.stored()
-    assert (stored.action, stored.exit_code) == ("end", 143)
-    assert "but the job was cancelled meanwhile" in site.paths.attempt(0).report_text.read_text()
-
-
-def test_a_silent_controller_is_no_reason_not_to_requeue(world: World) -> None:
-    site, end = world
-    site.answer = SlurmAnswer(JobCondition.SILENT)
-    assert end().action is RequeueAction.REQUEUE
-    assert len(site.plans) == 1
+    assert (decision.action, decision.exit_code) == (action, code)
+    assert len(site.plans) == (action is RequeueAction.REQUEUE)
+    assert (site.stored().action, site.stored().exit_code) == (action.value, code)
+    assert reason in site.paths.attempt(0).report_text.read_text()
 
 
 def test_a_requeue_that_failed_is_an_end(world: World) -> None:
@@ -191,10 +194,9 @@ def test_a_requeue_that_failed_is_an_end(world: World) -> None:
     site.look = refuse
     decision = end()
     assert (decision.action, decision.exit_code) == (RequeueAction.END, 1)
-    stored = site.stored()
-    assert (stored.action, stored.exit_code) == ("end", 1)
-    assert "but the requeue failed: requeueing job 7: no" in stored.decision
-    assert "requeueing job 7: no" in site.paths.attempt(0).report_text.read_text()
+    assert (site.stored().action, site.stored().exit_code) == ("end", 1)
+    for text in (site.stored().decision, site.paths.attempt(0).report_text.read_text()):
+        assert "but the requeue failed: requeueing job 7: no" in text
 
 
 def test_one_that_is_killed_leaves_the_verdict(world: World) -> None:

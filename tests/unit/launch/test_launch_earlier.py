@@ -48,17 +48,13 @@ def env(tmp_path: Path) -> dict[str, str]:
 def test_it_is_found_in_the_runs_folder_from_another_home(tmp_path: Path, env: dict[str, str]) -> None:
     run = make(tmp_path / "runs", "20261121-b")
     assert earlier_run(job(1), SPEC, tmp_path / "runs", env) == run
+    assert earlier_run(job(0), SPEC, tmp_path / "runs", env) is None, "a job that begins has none"
 
 
 def test_it_is_found_by_the_index_wherever_it_lies(tmp_path: Path, env: dict[str, str]) -> None:
     run = make(tmp_path / "elsewhere", "20261121-b")
     assert index.record(cluster="", job_id="7", submitted_ns=1, run_dir=run, env=env) is None
     assert earlier_run(job(1), SPEC, tmp_path / "runs", env) == run
-
-
-def test_a_job_that_begins_has_none(tmp_path: Path, env: dict[str, str]) -> None:
-    make(tmp_path / "runs", "20261121-b")
-    assert earlier_run(job(0), SPEC, tmp_path / "runs", env) is None
 
 
 @pytest.mark.parametrize(

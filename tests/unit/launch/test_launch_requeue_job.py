@@ -150,10 +150,15 @@ def calls_of(plan: NextAttempt) -> int:
 
 
 def _points() -> list[tuple[str, int, str]]:
-    return [(name, number, when) for name in PLANS for number in range(calls_of(PLANS[name])) for when in ("b", "a")]
+    return [
+        (name, number, when)
+        for name in PLANS
+        for number in range(calls_of(PLANS[name]))
+        for when in ("before", "after")
+    ]
 
 
-@pytest.fixture(params=_points(), ids=lambda point: f"{point[0]}-{'before' if point[2] == 'b' else 'after'}{point[1]}")
+@pytest.fixture(params=_points(), ids=lambda point: f"{point[0]}-{point[2]}{point[1]}")
 def point(request: pytest.FixtureRequest) -> tuple[str, int, str]:
     found: tuple[str, int, str] = request.param
     return found
@@ -165,7 +170,7 @@ def _at(world: World, point: tuple[str, int, str], act: Callable[[], None]) -> N
             world.before = world.after = lambda number: None
             act()
 
-    setattr(world, "before" if point[2] == "b" else "after", once)
+    setattr(world, point[2], once)
 
 
 def test_whoever_is_killed_between_two_calls_is_done_again_by_another(point: tuple[str, int, str]) -> None:
@@ -185,8 +190,9 @@ def test_whoever_is_killed_between_two_calls_is_done_again_by_another(point: tup
 def test_one_who_was_asleep_between_two_calls_does_it_no_second_time(point: tuple[str, int, str]) -> None:
     """An agent took over meanwhile, and the supervisor wakes up. (Two submissions within one call: `attempts`.)"""
     world = World()
-    _at(world, point, lambda: None if world.submitted else _finish(world, point))
-    requeuer(world).carry_out(PLANS[point[0]])
+    plan = PLANS[point[0]]
+    _at(world, point, lambda: None if world.submitted else requeuer(world).carry_out(plan))
+    requeuer(world).carry_out(plan)
     if len(world.submitted) == 2:
         assert point[0] == "chain"
         assert world.calls[point[1]] in ("submit", "dependents")
@@ -194,31 +200,24 @@ def test_one_who_was_asleep_between_two_calls_does_it_no_second_time(point: tupl
     check_done_once(world)
 
 
-def _finish(world: World, point: tuple[str, int, str]) -> None:
+def test_a_controller_that_loses_one_answer_gets_it_once(point: tuple[str, int, str]) -> None:
+    world = World()
+
+    def fail() -> None:
+        raise UNAVAILABLE
+
+    _at(world, point, fail)
     requeuer(world).carry_out(PLANS[point[0]])
+    check_done_once(world)
 
 
-def test_a_controller_that_comes_and_goes_gets_it_once() -> None:
-    """Each command's answer is lost once, after it was carried out."""
-    for name, plan in PLANS.items():
-        for lost in range(calls_of(plan)):
-            world, clock = World(), FakeClock()
-
-            def fail() -> None:
-                raise UNAVAILABLE
-
-            _at(world, (name, lost, "a"), fail)
-            requeuer(world, clock).carry_out(plan)
-            check_done_once(world)
-
-
-def test_one_that_never_comes_back_is_given_up_in_the_end() -> None:
-    for plan in PLANS.values():
-        world, clock = World(), FakeClock()
-        world.refusals = dict.fromkeys(("job_state", "requeue", "dependents", "submit"), UNAVAILABLE)
-        with pytest.raises(SlurmUnavailableError):
-            requeuer(world, clock).carry_out(plan)
-        assert CONTROLLER_PATIENCE - 10 < clock.now - 1000 <= CONTROLLER_PATIENCE + 60
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_one_that_never_comes_back_is_given_up_in_the_end(plan: NextAttempt) -> None:
+    world, clock = World(), FakeClock()
+    world.refusals = dict.fromkeys(("job_state", "requeue", "dependents", "submit"), UNAVAILABLE)
+    with pytest.raises(SlurmUnavailableError):
+        requeuer(world, clock).carry_out(plan)
+    assert CONTROLLER_PATIENCE - 10 < clock.now - 1000 <= CONTROLLER_PATIENCE + 60
 
 
 @pytest.mark.parametrize("error", [RequeueDisabledError, SlurmPermissionError])
@@ -254,8 +253,12 @@ def test_a_requeue_that_looked_like_a_failure_is_looked_up() -> None:
                 requeuer(world).carry_out(NextAttempt())
 
 
-def test_the_sigterm_that_a_requeue_brings_is_ignored() -> None:
-    requeuer(World()).carry_out(NextAttempt())
+def test_a_sites_epilog_gets_its_time_and_the_sigterm_that_a_requeue_brings_is_ignored() -> None:
+    """A begin time that passes before the old attempt is gone is set to Slurm's own delay again."""
+    world = World()
+    world.has_epilog = True
+    requeuer(world).carry_out(NextAttempt())
+    assert world.waived == GONE_WITH_EPILOG
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
@@ -265,14 +268,6 @@ def test_a_refused_exclusion_still_begins() -> None:
     done = requeuer(world).carry_out(NextAttempt(excluded=("n3",)))
     assert "not without n3: excluding: Invalid node name" in done.summary
     assert world.waived == GONE_SECONDS
-
-
-def test_a_sites_epilog_gets_its_time() -> None:
-    """A begin time that passes before the old attempt is gone is set to Slurm's own delay again."""
-    world = World()
-    world.has_epilog = True
-    requeuer(world).carry_out(NextAttempt())
-    assert world.waived == GONE_WITH_EPILOG
 
 
 def test_the_delay_that_can_not_be_waived_is_said() -> None:
@@ -299,14 +294,13 @@ def test_what_is_done_is_said() -> None:
         assert world.excluded == (("n9",) if plan.excluded is None else plan.excluded)
 
 
-def test_a_tasks_follow_on_job_is_named_as_slurms_commands_want_it() -> None:
-    for waits_already in (False, True):
-        world = World()
-        world.submitted += [()] if waits_already else []
-        plan = NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT)
-        task = JobRequeuer(world, FakeClock(), job=JobId("70_1"), restart_count=0, array_task="1")  # type: ignore[arg-type]
-        assert task.carry_out(plan).next_job == "100_1"
-        assert len(world.submitted) == 1
+@pytest.mark.parametrize("waits_already", [False, True])
+def test_a_tasks_follow_on_job_is_named_as_slurms_commands_want_it(waits_already: bool) -> None:
+    world = World()
+    world.submitted += [()] if waits_already else []
+    task = JobRequeuer(world, FakeClock(), job=JobId("70_1"), restart_count=0, array_task="1")  # type: ignore[arg-type]
+    assert task.carry_out(NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT)).next_job == "100_1"
+    assert len(world.submitted) == 1
 
 
 @pytest.mark.parametrize(

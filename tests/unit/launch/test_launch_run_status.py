@@ -92,16 +92,15 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_submitted_and_not_begun(run: Run) -> None:
+def test_from_the_submission_to_the_first_round(run: Run) -> None:
     status = run.status()
     assert (status.state, status.attempt, status.name, status.cluster) == (RunState.SUBMITTED, None, "train", "slurm")
     assert status_lines(status, None, seconds_left=None)[0] == f"run {RUN_ID}: submitted"
-
-
-def test_an_attempt_whose_nodes_have_not_met(run: Run) -> None:
     status = run.attempt(0).status()
     assert (status.state, status.job_id, status.nodes) == (RunState.MEETING, "42", ("n1", "n2", "n3"))
     assert not run.there.store.exists(), "who looks makes nothing"
+    run.log(record(Status.FINAL)).steps(0, 0, 400, 400)
+    assert run.status().steps is None, "heartbeats of another round are none of this one"
 
 
 def test_a_step_that_slurm_does_not_make(run: Run) -> None:
@@ -229,11 +228,6 @@ def test_the_job_logs_path(run: Run) -> None:
     spec = load_run_spec(run.paths.run_json)
     replace(spec, sbatch_args=("--nodes=2", "--output=/logs/%x-%j.out")).save(run.paths.run_json)
     assert run.status().job_log == "/logs/%x-42.out"
-
-
-def test_words_of_another_round_are_none_of_this_one(run: Run) -> None:
-    run.attempt(0).log(record(Status.FINAL)).steps(0, 0, 400, 400)
-    assert run.status().steps is None
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,11 @@ def test_the_table_has_no_row_that_is_not_tested() -> None:
     assert rows == EXPECTED.keys()
 
 
-def test_an_end_that_slurm_does_not_name_is_the_grace() -> None:
-    found = decide_signal(Heard.NOTICE, BATCH, SlurmAnswer(W.PREEMPTING), grace=GRACE, kill_wait=None)
+@pytest.mark.parametrize(("left", "seconds"), [(None, GRACE), (-5.0, 1.0)], ids=["not named", "over already"])
+def test_an_end_that_slurm_does_not_name_is_the_grace(left: float | None, seconds: float) -> None:
+    found = decide_signal(Heard.NOTICE, BATCH, SlurmAnswer(W.PREEMPTING, left), grace=GRACE, kill_wait=None)
     assert found is not None
-    assert found.seconds == GRACE
-    late = decide_signal(Heard.NOTICE, BATCH, SlurmAnswer(W.PREEMPTING, -5.0), grace=GRACE, kill_wait=None)
-    assert late is not None
-    assert late.seconds == 1.0
+    assert found.seconds == seconds
 
 
 def test_which_signal_is_what() -> None:
@@ -167,13 +165,10 @@ def test_what_slurm_says_of_the_job(case: str) -> None:
         )
 
 
-def test_a_job_that_slurm_has_forgotten_has_ended() -> None:
-    assert slurm_answer(None, restarts=0, near=100.0, now_ns=0).condition is W.ENDED
-
-
 def test_how_much_time_is_left() -> None:
     (runs,) = parse_show_job(SAID["running"][0])
     assert slurm_answer(runs, restarts=0, near=100.0, now_ns=_at("15:19:15")) == SlurmAnswer(W.RUNNING, 596.0, 600.0)
+    assert slurm_answer(None, restarts=0, near=100.0, now_ns=0).condition is W.ENDED, "Slurm has forgotten the job"
     failed = JobState(job_id="7", state="COMPLETING", reason="launch failed requeued held", restarts=1)
     answer = slurm_answer(failed, restarts=0, near=0.0, now_ns=0)
     assert answer == SlurmAnswer(W.REQUEUED, held="launch failed requeued held"), "as 22.05 says where a prolog fails"
@@ -281,16 +276,17 @@ def test_a_limit_that_was_raised_meanwhile_is_waited_for_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", [JobCondition.NO_SLURM, JobCondition.RUNNING, JobCondition.ENDED, JobCondition.REQUEUED]
+    ("condition", "due"),
+    [
+        (JobCondition.NO_SLURM, None),
+        (JobCondition.RUNNING, None),
+        (JobCondition.ENDED, None),
+        (JobCondition.REQUEUED, None),
+        (JobCondition.SILENT, SILENT_RETRY),
+    ],
 )
-def test_there_may_be_nothing_to_look_for(condition: JobCondition) -> None:
+def test_there_may_be_nothing_to_look_for_or_nobody_to_say_it(condition: JobCondition, due: float | None) -> None:
     asked = Asked(SlurmAnswer(condition))
     assert asked.resolver.look() is None
-    assert asked.resolver.due is None
+    assert asked.resolver.due == (asked.clock.now + due if due is not None else None)
     assert asked.events == []
-
-
-def test_a_controller_that_does_not_answer_is_asked_again() -> None:
-    asked = Asked(SlurmAnswer(JobCondition.SILENT))
-    assert asked.resolver.look() is None
-    assert asked.resolver.due == asked.clock.now + SILENT_RETRY

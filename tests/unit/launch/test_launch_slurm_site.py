@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,13 +71,17 @@ def site(client: Client, *, script: Path | None = SCRIPT, env: dict[str, str] = 
     )
 
 
-def test_what_slurm_says_is_asked_in_a_hurry() -> None:
-    slurm = site(Client(state=JobState(job_id="7", state="COMPLETING", reason="TimeLimit", restarts=1)))
-    assert slurm.ask(near=0.0).condition is JobCondition.TIME_LIMIT
-    slurm = site(Client(state=JobState(job_id="7", state="COMPLETING", reason="", restarts=2)))
-    assert slurm.ask(near=0.0).condition is JobCondition.REQUEUED, "this attempt began after one restart"
-    slurm = site(Client(state=UNAVAILABLE))
-    assert slurm.ask(near=0.0).condition is JobCondition.SILENT
+@pytest.mark.parametrize(
+    ("state", "condition"),
+    [
+        (JobState(job_id="7", state="COMPLETING", reason="TimeLimit", restarts=1), JobCondition.TIME_LIMIT),
+        # This attempt began after one restart.
+        (JobState(job_id="7", state="COMPLETING", reason="", restarts=2), JobCondition.REQUEUED),
+        (UNAVAILABLE, JobCondition.SILENT),
+    ],
+)
+def test_what_slurm_says_is_asked_in_a_hurry(state: Any, condition: JobCondition) -> None:
+    assert site(Client(state=state)).ask(near=0.0).condition is condition
 
 
 @pytest.mark.parametrize(
@@ -123,22 +128,24 @@ def test_pyxis_is_given_to_the_step_of_the_agents_with_what_their_python_needs()
     assert extra(Runtime.PODMAN) == ["--mine"]
 
 
-def test_what_is_armed_is_looked_up() -> None:
-    facts = site(Client()).facts(SPEC)
-    assert (facts.requeue_armed, facts.requeue_way, facts.requeue_reason) == (True, RequeueWay.REQUEUE, "")
+NO_COMMANDS = SlurmMissingError(what="scontrol show job", why="scontrol is not on PATH: no Slurm here", argv=())
 
 
-def test_a_controller_that_is_down_at_the_start_disarms_nothing() -> None:
-    facts = site(Client(state=UNAVAILABLE, config=UNAVAILABLE)).facts(SPEC)
-    assert facts.requeue_armed
-    assert facts.requeue_reason.startswith("not verified: Slurm does not answer")
-
-
-def test_without_scontrol_the_start_says_that_no_requeue_will_come() -> None:
-    """As in a container without Slurm's commands: it can't be asked, and will not requeue."""
-    missing = SlurmMissingError(what="scontrol show job", why="scontrol is not on PATH: no Slurm here", argv=())
-    facts = site(Client(state=missing, config=missing)).facts(SPEC)
-    assert (facts.requeue_armed, facts.requeue_reason) == (False, "scontrol is not on PATH: no Slurm here")
+@pytest.mark.parametrize(
+    ("answers", "armed", "reason"),
+    [
+        ({}, True, ""),
+        ({"state": UNAVAILABLE, "config": UNAVAILABLE}, True, "not verified: Slurm does not answer.*"),
+        # As in a container without Slurm's commands: it can't be asked, and will not requeue.
+        ({"state": NO_COMMANDS, "config": NO_COMMANDS}, False, "scontrol is not on PATH: no Slurm here"),
+    ],
+    ids=["a requeue", "a controller that is down at the start disarms nothing", "without scontrol no requeue comes"],
+)
+def test_what_is_armed_is_looked_up(answers: dict[str, Any], armed: bool, reason: str) -> None:
+    facts = site(Client(**answers)).facts(SPEC)
+    assert facts.requeue_armed is armed
+    assert facts.requeue_way == (RequeueWay.REQUEUE if armed else "none")
+    assert re.fullmatch(reason, facts.requeue_reason)
 
 
 LIMIT = (
@@ -256,14 +263,14 @@ def test_whether_this_node_still_belongs_to_the_job(state: Any, found: Allocatio
     assert site(Client(state=state)).allocation() is found
 
 
-def test_a_job_that_was_requeued_meanwhile_is_not_cancelled() -> None:
+@pytest.mark.parametrize(("restarts", "nodes", "cancels"), [(2, ("n3",), False), (1, ("n1", "n2"), True)])
+def test_a_job_that_was_requeued_meanwhile_is_not_cancelled(
+    restarts: int, nodes: tuple[str, ...], cancels: bool
+) -> None:
     """It has the same id, and is the next attempt's."""
-    client = Client(state=replace(RUNNING, restarts=2, nodes=("n3",)), cancel=None)
+    client = Client(state=replace(RUNNING, restarts=restarts, nodes=nodes), cancel=None)
     site(client).end_job()
-    assert "cancel" not in client.calls
-    client = Client(state=replace(RUNNING, restarts=1, nodes=("n1", "n2")), cancel=None)
-    site(client).end_job()
-    assert "cancel" in client.calls
+    assert ("cancel" in client.calls) is cancels
 
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -356,10 +363,18 @@ def test_another_job_is_another_allocation(tmp_path: Path) -> None:
     assert claim(opened(tmp_path, restarts=1), NodeWish()) == NODES
 
 
-def test_where_no_folder_can_be_written_runs_are_not_kept_apart(tmp_path: Path) -> None:
+def test_where_no_folder_can_be_written_runs_are_not_kept_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     claims = opened(tmp_path / "not-there")
     assert claim(claims, NodeWish(least=2, most=2)) == ("n1", "n2")
     assert claims.held == {}
+    claims = opened(tmp_path)
+    assert claims.folder is not None
+    claims.folder.rmdir()
+    claims.folder.touch()
+    assert claim(claims, NodeWish(least=2, most=2)) == ("n1", "n2")
+    assert "runs of this allocation are not kept apart" in caplog.text
 
 
 def test_what_other_weeks_left_is_removed_unless_it_is_held(tmp_path: Path) -> None:
@@ -375,12 +390,3 @@ def test_what_other_weeks_left_is_removed_unless_it_is_held(tmp_path: Path) -> N
     opened(tmp_path, at=left.folder.stat().st_mtime + week + 60)
     assert not left.folder.exists()
     assert held.folder.exists()
-
-
-def test_a_folder_that_can_not_be_written_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    claims = opened(tmp_path)
-    assert claims.folder is not None
-    claims.folder.rmdir()
-    claims.folder.touch()
-    assert claim(claims, NodeWish(least=2, most=2)) == ("n1", "n2")
-    assert "runs of this allocation are not kept apart" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +14,7 @@ from hpc_elastic.launch.supervisor import AT_ONCE, END_RESERVE, LAUNCH_NEWS_SECO
 from hpc_elastic.rendezvous.proposals import to_event
 from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status
 from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, claim_end, close_run
-from hpc_elastic.run.paths import STORE_LOST_CODE, Outcome
+from hpc_elastic.run.paths import STORE_LOST_CODE, UNHEALTHY_CODE, Outcome
 from hpc_elastic.store.file_store import StoreError, StoreWipedError
 from tests.rigs.supervisor_stage import TICK, Stage
 
@@ -100,9 +99,10 @@ def test_where_every_end_is_heard_of_nothing_is_tried(s: Stage) -> None:
 
 
 def test_success(s: Stage) -> None:
-    result = s.run(3.0, s.done)
+    result = s.run(3.0, s.sent(signal.SIGCHLD), 1.0, s.done)
     assert (result.outcome, result.reason) == (Outcome.SUCCEEDED, "all workers ended with 0")
     assert result.signal_number is None
+    assert s.names("notice") == [], "the end of a child is none"
     assert s.agents.relaunched == [], "an agent that ends with the run is not started again"
     assert len(s.agents.ends) == 1, "and nothing is left behind"
     assert s.look.stopped
@@ -165,9 +165,7 @@ def test_an_agent_that_dies_is_started_again_after_a_moment(s: Stage) -> None:
     assert node == 1
     assert SETTLE_SECONDS <= when - s.noted < SETTLE_SECONDS + 3 * TICK
     record = s.newest()
-    assert record.round == 1
-    assert record.restarts_used == 0
-    assert sorted(m.node for m in record.members) == [0, 1, 2]
+    assert (record.round, record.restarts_used, sorted(m.node for m in record.members)) == (1, 0, [0, 1, 2])
     (relaunched,) = s.names("agent_relaunched")
     assert (relaunched["node"], relaunched["name"]) == (1, "n1")
     assert relaunched["reason"].startswith("it ended: ")
@@ -195,12 +193,21 @@ def test_each_node_has_starts_of_its_own(s: Stage) -> None:
     assert s.world.store.list("gone") == []
 
 
-@pytest.mark.parametrize(("code", "started"), [(2, True), (None, False), (0, False)])
-def test_one_that_can_not_be_started_is_given_up_at_once(s: Stage, code: int | None, started: bool) -> None:
-    """Exit code 2 is a wrong use: it has said why, and would say it again."""
-    result = s.run(lambda: s.agents.kill(1, code, started=started), 10.0, s.done)
-    assert s.agents.relaunched == []
-    assert s.world.store.list("gone") == ["00001"]
+@pytest.mark.parametrize(
+    ("after", "code", "started"),
+    [
+        pytest.param(0.1, 2, True, id="a wrong use: it has said why, and would say it again"),
+        pytest.param(0.1, None, False, id="srun could not start it"),
+        pytest.param(0.1, 0, False, id="srun could not start it, and says 0"),
+        pytest.param(3.0, UNHEALTHY_CODE, True, id="its node is unfit"),
+        pytest.param(3.0, STORE_LOST_CODE, True, id="a new one would take what it finds for a run that begins"),
+    ],
+)
+def test_one_that_would_end_the_same_way_is_given_up_at_once(
+    s: Stage, after: float, code: int | None, started: bool
+) -> None:
+    result = s.run(after, lambda: s.agents.kill(1, code, started=started), 10.0, s.done)
+    assert (s.agents.relaunched, s.world.store.list("gone")) == ([], ["00001"])
     assert result.outcome is Outcome.SUCCEEDED
 
 
@@ -218,16 +225,22 @@ def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
     assert (record.status, record.outcome) == (Status.CLOSED, Outcome.FAILED), "said in the store too"
 
 
-@pytest.mark.parametrize(("code", "started", "retryable"), [(2, True, False), (None, False, True)])
+@pytest.mark.parametrize(
+    ("code", "started", "end"),
+    [
+        (2, True, (Outcome.FAILED, False, "every agent refused to start the workers (exit code 2)")),
+        (None, False, (Outcome.TOO_FEW_NODES, True, "no agent could be started")),
+        (UNHEALTHY_CODE, True, (Outcome.TOO_FEW_NODES, True, "no node is left: 3 of 3 failed a health check")),
+    ],
+    ids=["all refuse", "none can be started", "none is fit"],
+)
 def test_where_no_agent_starts_only_refusals_would_come_again(
-    s: Stage, code: int | None, started: bool, retryable: bool
+    s: Stage, code: int | None, started: bool, end: tuple[Outcome, bool, str]
 ) -> None:
     s.launch_nothing(code, started=started, detail="no run here")
     result = s.run()
-    outcome = Outcome.FAILED if code == 2 else Outcome.TOO_FEW_NODES
-    assert (result.outcome, result.retryable) == (outcome, retryable)
-    assert (result.reason == "no agent could be started") is not started
-    assert s.world.clock.now < 1020
+    assert (result.outcome, result.retryable, result.reason) == end
+    assert result.seconds < (20 if code is None else module.ORPHANED_SECONDS / 2)
 
 
 def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(s: Stage) -> None:
@@ -271,6 +284,7 @@ def test_ctrl_c_closes_the_run_and_lets_the_workers_end(s: Stage) -> None:
     result = s.run(3.0, s.sent(signal.SIGINT))
     assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGINT on head", 2)
     assert s.agents.ends != [AT_ONCE]
+    assert s.agents.terminated == [], "the store takes the end, and spares the agents the signal"
     assert s.names("notice") == [{"signal": "SIGINT", "sender": ""}]
 
 
@@ -287,12 +301,6 @@ def test_a_repeated_sigterm_tells_nothing(s: Stage) -> None:
     term = s.sent(signal.SIGTERM)
     s.run(3.0, s.at(term), 1.0, term, 1.0, term)
     assert s.since > 30
-
-
-def test_ctrl_c_before_anybody_is_there(s: Stage) -> None:
-    s.signals.append(signal.SIGINT)
-    result = s.run()
-    assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, 2)
 
 
 def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(s: Stage) -> None:
@@ -346,13 +354,22 @@ def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(s: Stage) 
     assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
 
 
-def test_a_notice_before_a_round_has_begun_ends_the_attempt(s: Stage) -> None:
-    s.signals.append(signal.SIGUSR2)
+@pytest.mark.parametrize(
+    ("heard", "seconds_left", "end"),
+    [
+        (signal.SIGINT, None, (Outcome.CANCELLED, "SIGINT on head", 2)),
+        (signal.SIGUSR2, None, (Outcome.PREEMPTED, "notice SIGUSR2 on head (requeue); no worker was running", None)),
+        (None, 20.0, (Outcome.PREEMPTED, "notice seen by the supervisor (preemption); no worker was running", None)),
+    ],
+    ids=["Ctrl-C", "a notice", "a preemption that came before the supervisor"],
+)
+def test_what_comes_before_a_round_has_begun_ends_the_attempt(
+    s: Stage, heard: signal.Signals | None, seconds_left: float | None, end: tuple[Outcome, str, int | None]
+) -> None:
+    s.signals += [heard] if heard is not None else []
+    s.answer = SlurmAnswer(JobCondition.PREEMPTING, seconds_left) if seconds_left else s.answer
     result = s.run()
-    assert (result.outcome, result.reason) == (
-        Outcome.PREEMPTED,
-        "notice SIGUSR2 on head (requeue); no worker was running",
-    )
+    assert (result.outcome, result.reason, result.signal_number) == end
 
 
 def test_a_notice_that_no_node_acts_on_is_seen_to_here(s: Stage) -> None:
@@ -467,15 +484,6 @@ def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(s: Stage) -> N
     assert (told["call"], told["meaning"], told["seconds"]) == ("no signal: the state of the job", "time limit", 120.0)
 
 
-def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(s: Stage) -> None:
-    s.answer = SlurmAnswer(JobCondition.PREEMPTING, 20.0)
-    result = s.run()
-    assert (result.outcome, result.reason) == (
-        Outcome.PREEMPTED,
-        "notice seen by the supervisor (preemption); no worker was running",
-    )
-
-
 def test_an_end_that_no_log_could_take_is_known_all_the_same(s: Stage) -> None:
     s.look.hangs = True
     s.answer = SlurmAnswer(JobCondition.PREEMPTED)
@@ -494,11 +502,6 @@ def test_a_sigterm_after_a_notice_or_the_verdict_changes_nothing(s: Stage, outco
     assert (result.outcome, result.signal_number) == (outcome, None)
 
 
-def test_the_end_of_a_child_is_no_notice(s: Stage) -> None:
-    assert s.run(3.0, s.sent(signal.SIGCHLD), 1.0, s.done).outcome is Outcome.SUCCEEDED
-    assert s.names("notice") == []
-
-
 # -- the store
 
 
@@ -514,48 +517,31 @@ def test_a_store_that_can_not_be_read_ends_the_attempt(s: Stage) -> None:
     assert s.agents.ends
 
 
-def freeze_until(s: Stage) -> Callable[[], None]:
-    """No agent joins until the returned function is called."""
+def test_it_sleeps_while_nodes_have_not_met_and_logs_once_that_they_have_not(
+    s: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     launch = s.agents.launch
 
-    def frozen() -> None:
+    def freeze(is_frozen: bool) -> None:
+        for agent in s.agents.of.values():
+            agent.frozen = is_frozen
+
+    def launch_frozen() -> None:
         launch()
-        for agent in s.agents.of.values():
-            agent.frozen = True
+        freeze(True)
 
-    def thaw() -> None:
-        for agent in s.agents.of.values():
-            agent.frozen = False
-
-    s.agents.launch = frozen  # type: ignore[method-assign]
-    return thaw
-
-
-def test_nodes_that_have_not_met_for_long_are_logged_once(s: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    thaw = freeze_until(s)
-    s.run(LAUNCH_NEWS_SECONDS + 5, thaw, 3.0, s.done)
-    assert [message for message in caplog.messages if "have not joined after 30 s" in message] == [caplog.messages[0]]
-    assert module.logger.name == caplog.records[0].name
-
-
-def test_it_sleeps_while_nodes_have_not_met_though_the_job_is_to_be_looked_at(s: Stage) -> None:
-    thaw = freeze_until(s)
+    s.agents.launch = launch_frozen  # type: ignore[method-assign]
     s.supervisor.job_watch = JobWatch(
         lambda: ("n0", "n1", "n2"), events=s.supervisor.events, clock=s.world.clock, start=lambda work: work()
     )
     due: list[float | None] = []
-    s.run(2 * LOOK_SECONDS, lambda: due.append(s.supervisor.due()), thaw, 3.0, s.done)
-    assert due == [None], "where it were in the past, the loop would not sleep at all"
+    s.run(2 * LOOK_SECONDS, lambda: due.append(s.supervisor.due()), lambda: freeze(False), 3.0, s.done)
+    assert due == [None], "were it in the past, because the job is to be looked at, the loop would not sleep at all"
+    assert [message for message in caplog.messages if "have not joined after 30 s" in message] == [caplog.messages[0]]
+    assert module.logger.name == caplog.records[0].name
 
 
 # -- a store that is lost, or does not answer
-
-
-def test_an_agent_that_lost_the_store_is_not_started_again(s: Stage) -> None:
-    """A new one would take what it finds for a run that begins."""
-    s.run(3.0, lambda: s.agents.kill(1, STORE_LOST_CODE, detail="exit code 94"), 5.0, s.done)
-    assert s.agents.relaunched == []
-    assert "00001" in s.world.store.list("gone")
 
 
 def test_all_agents_lost_the_store_and_the_supervisor_sees_why(s: Stage) -> None:
@@ -569,9 +555,13 @@ def test_all_agents_lost_the_store_and_the_supervisor_sees_why(s: Stage) -> None
     assert s.agents.terminated, "those that do not know yet hear of it by signal"
 
 
-def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(s: Stage) -> None:
+@pytest.mark.parametrize("why", ["it hangs", "no node has met"])
+def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(s: Stage, why: str) -> None:
+    if why == "no node has met":
+        s.launch_nothing(ends=False)
+
     def hang() -> None:
-        s.look.hangs = True
+        s.look.hangs = why == "it hangs"
         s.signals.append(signal.SIGINT)
 
     def end() -> None:
@@ -582,11 +572,6 @@ def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(s: Sta
     assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, signal.SIGINT)
     assert len(s.agents.terminated) == 1
     assert result.seconds < 3 + SILENT_SECONDS + 3, "and nothing more is waited for"
-
-
-def test_a_store_that_takes_the_end_spares_the_agents_the_signal(s: Stage) -> None:
-    s.run(3.0, s.sent(signal.SIGINT))
-    assert s.agents.terminated == []
 
 
 # -- between events it sleeps, for as long as it says
