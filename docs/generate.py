@@ -38,7 +38,7 @@ from hpc_elastic.options.table import Keys, key_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
 from hpc_elastic.run import agent_events, control_events  # noqa: E402
-from hpc_elastic.run.events import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent, name_of  # noqa: E402
+from hpc_elastic.run.events import NOTES, AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent, name_of  # noqa: E402
 
 
 def _life() -> ModuleType:
@@ -375,6 +375,11 @@ def events_page() -> str:
         events_table(agent_events, AgentEvent),
         "## Coordinator\n\nIts events are in the file of the agent that coordinates.\n",
         events_table(control_events, CoordinatorEvent),
+        "## Notes\n",
+        "An event `note` is for people: `subject`, one of these, `text`, and it may have `reason` and `round`. `logs`",
+        "shows the subject as the name, and `--event` finds it by that.\n",
+        *(f"- **`{subject}`**: {text}" for subject, text in NOTES.items()),
+        "",
     ]
     return "\n".join(sections) + heading + after
 

@@ -33,8 +33,7 @@ from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.loop import FileExecutor, wait_readable
 from hpc_elastic.rendezvous.state import Status
-from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
-from hpc_elastic.run.events import AgentEvent
+from hpc_elastic.run.events import Note
 from hpc_elastic.run.spec import EntryKind, Preload, load_preload, preload_for
 from hpc_elastic.workers.linux import oom_kill_count
 from hpc_elastic.workers.spawn import NO_CHANGE, EnvironmentChange, WorkerProcess, describe_exitcode, pipe_bytes_for
@@ -112,7 +111,7 @@ class ForkServer(ProcessPart):
         *,
         clock: Clock,
         files: FileExecutor,
-        write_event: Callable[[AgentEvent], object],
+        write_event: Callable[[Note], object],
         import_seconds: float = IMPORT_SECONDS,
     ) -> None:
         super().__init__()
@@ -187,7 +186,8 @@ class ForkServer(ProcessPart):
             self.state = ServerState.FAILED
             self.why_fresh = f"there is no fork server: {why}"
             logger.warning("no fork server any more, workers are started fresh: %s", why)
-            self._write_event(ForkServerGaveUp(reason=why))
+            text = "no fork server any more: workers are started fresh"
+            self._write_event(Note(subject="fork_server_gave_up", text=text, reason=why))
             return
         self.state = ServerState.IMPORTING
         self._since = self._began = self._clock.monotonic()
@@ -252,7 +252,8 @@ class ForkServer(ProcessPart):
             module, why = str(message["module"]), str(message["why"])
             if module:
                 logger.info("the fork server starts anew without %s: %s", module, why)
-                self._write_event(PreloadLeftOut(module=module, reason=why))
+                text = f"the fork server does without {module}"
+                self._write_event(Note(subject="preload_left_out", text=text, reason=why))
             else:
                 self._refusal = why
             self._replace("", leave_out=(module, why) if module else None)
@@ -275,7 +276,9 @@ class ForkServer(ProcessPart):
             self._has_remarked = True
             for line in late_settings(self._script(), imported=message["imported"], reads=message["reads"]):
                 logger.warning("%s: %s", self._launch.argv[2], line)
-        self._write_event(ForkServerReady(modules=message["modules"], seconds=round(seconds, 3), rss=message["rss"]))
+        size = f"{message['modules']} modules, {message['rss'] / 2**20:.0f} MiB"
+        text = f"the fork server is ready after {seconds:.2f} s: {size}"
+        self._write_event(Note(subject="fork_server_ready", text=text))
 
     def _lost(self) -> None:
         code = None
@@ -305,7 +308,7 @@ class ForkServer(ProcessPart):
         if why:
             self.why_fresh = why
             logger.warning("%s; a new one is started", why)
-            self._write_event(ForkServerEnded(reason=why))
+            self._write_event(Note(subject="fork_server_ended", text="another fork server is started", reason=why))
         self.start()
 
     def _script(self) -> str:

@@ -23,7 +23,7 @@ from hpc_elastic.rendezvous.proposals import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run import agent_events, control_events
 from hpc_elastic.run.agent_events import HealthCheckFailed
-from hpc_elastic.run.events import EventLog, RunEvent, name_of
+from hpc_elastic.run.events import EventLog, Note, RunEvent, name_of
 from hpc_elastic.run.option_values import shown_in_job_log
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.workers.spawn import EnvironmentChange
@@ -203,13 +203,11 @@ def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str])
             logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), why)
         case control_events.RunClosed():  # the report says of which failure
             logger.info("%s (round %s): %s", what, event.round, event.reason.partition(": rank ")[0])
-        case control_events.RoundOpened() | control_events.CoordinatorChanged():
-            logger.info("%s (round %s): %s", what, event.round, event.reason)
-        case control_events.NodesWaiting() | control_events.NodesAsked():
+        case control_events.RoundOpened() | Note(subject="coordinator_changed" | "nodes_waiting" | "nodes_asked"):
             logger.info("%s (round %s): %s", what, event.round, event.reason)
         case control_events.LinkLost():
             logger.warning("%s: %s", event.host or f"node {event.node}", event.reason)
-        case control_events.SignalHeard() | control_events.NoticeGiven() | control_events.StepAgreed():
+        case Note(subject="signal_heard" | "notice_given" | "step_agreed"):
             logger.info("%s", event.reason)
         case control_events.NodeLeft():
             logger.warning("node %s left: %s", event.host or event.node, event.reason)
@@ -257,7 +255,7 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
 
 def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
     for check, text in verdict.warnings.items():
-        events.write(agent_events.HealthWarning(check=check, reason=text))
+        events.write(Note(subject="health_warning", text=check, reason=text))
         logger.warning("%s", text)
     for text in verdict.notes:
         logger.info("%s", text)

@@ -21,13 +21,8 @@ from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import MEASURE_SECONDS, PreemptionStatus, RoundRecord, RunNotice, Status
-from hpc_elastic.run.agent_events import (
-    InProcessGaveUp,
-    InProcessLeft,
-    InProcessRestarted,
-    ReplacementRefused,
-    WorkerReplaced,
-)
+from hpc_elastic.run.agent_events import InProcessGaveUp, InProcessRestarted, WorkerReplaced
+from hpc_elastic.run.events import Note
 from hpc_elastic.run.option_values import GrowPolicy, RestartWith
 from hpc_elastic.worker_api.records import (
     CHECKPOINT,
@@ -365,7 +360,8 @@ class RestartGroupWatch(Part):
 
     def _refuse(self, dead: DeadWorker, why: str, round_index: int) -> bool:
         logger.warning("not replaced: %s", why)
-        self._events.write(ReplacementRefused(round=round_index, rank=dead.rank, reason=why))
+        text = f"round {round_index}: all workers are to start again"
+        self._events.write(Note(subject="replacement_refused", text=text, reason=why, round=round_index))
         return False
 
     def _take(self, line: RestartGroupReport, round_index: int) -> None:
@@ -388,9 +384,10 @@ class RestartGroupWatch(Part):
             )
             return
         self._last[line.pid] = line.event
-        ends: dict[RestartGroupEvent, type[InProcessLeft | InProcessGaveUp]] = {
-            RestartGroupEvent.LEFT: InProcessLeft,
-            RestartGroupEvent.GAVE_UP: InProcessGaveUp,
-        }
-        if (end := ends.get(line.event)) is not None:
-            self._events.write(end(round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason))
+        if line.event is RestartGroupEvent.LEFT:
+            text = f"round {round_index}: rank {line.rank} leaves the in-process restart group"
+            self._events.write(Note(subject="ring_left", text=text, reason=line.reason, round=round_index))
+        elif line.event is RestartGroupEvent.GAVE_UP:
+            self._events.write(
+                InProcessGaveUp(round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason)
+            )

@@ -27,12 +27,12 @@ from hpc_elastic.report.clocks import read_offsets_ns
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import control_events
 from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
-from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.events import NOTES, Note, RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 
 _BAD = (
     of_agent.WorkerFailed, of_agent.HangFound, of_agent.HangSuspected, of_agent.SlowRankFound, of_agent.RunSlowed,
-    of_agent.AgentFailed, of_agent.HealthCheckFailed, of_agent.OutputLost, of_agent.EventsDropped,
+    of_agent.AgentFailed, of_agent.HealthCheckFailed, of_agent.OutputLost,
     of_agent.FilesystemRefused, control_events.NodeLost,
 )  # fmt: skip
 _DECISIONS = (
@@ -67,14 +67,15 @@ def show_events(asked: AskedRun, args: SimpleNamespace, tail: int | None) -> int
 
 def _names(given: list[str]) -> frozenset[str]:
     names = [name.strip() for text in given for name in text.split(",")]
+    known = {*EVENTS, *NOTES}
     for name in names:
-        if name not in EVENTS:
+        if name not in known:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, EVENTS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(EVENTS))}"
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
             raise UsageError(f"--event {name}: no event has this name; {hint}")
-    return frozenset(names)
+    return frozenset({*names, *(NOTES if name_of(Note) in names else ())})
 
 
 def _all_events(asked: AskedRun, choice: EventChoice) -> Iterator[EventLine]:
@@ -109,7 +110,7 @@ class _Printer(Struct, frozen=True, kw_only=True):
             return
         host = "batch" if event.role == "supervisor" else event.host
         kind = type(event.event)
-        mark = RED if kind in _BAD else BOLD if kind in _DECISIONS else ""
+        mark = RED if kind in _BAD or event.name == "events_dropped" else BOLD if kind in _DECISIONS else ""
         colour = mark if self.colours else ""
         time = painted(time_text(event.time_ns, fine=True), DIM if self.colours else "")
         head = f"{host:<12} {event.name:<19}"
@@ -203,12 +204,6 @@ def _attempt_started(event: control_events.AttemptStarted) -> str:
     return f"attempt {event.attempt}{job}, {plural(len(event.nodes), 'node')}; requeue {armed}"
 
 
-def _superseded(event: control_events.AttemptSuperseded) -> str:
-    ended = f"; it has ended on {', '.join(event.ended)}" if event.ended else ""
-    silent = f"; not heard from: {', '.join(event.silent)}" if event.silent else ""
-    return f"attempt {event.superseded} was superseded{ended}{silent}"
-
-
 def _agent_process_ended(event: control_events.AgentProcessEnded) -> str:
     code = f"exit code {event.code}"
     detail = f" ({event.detail})" if event.detail not in ("", code) else ""
@@ -219,12 +214,6 @@ def _signal_decided(event: control_events.SignalDecided) -> str:
     until = f"the workers may save, it ends in {event.seconds:.0f} s"
     ends = until if event.saves else "all processes are killed now"
     return f"{event.meaning}, received by the {event.heard_by}; the job {event.slurm}: {ends}"
-
-
-def _nodes_judged(event: control_events.NodesJudged) -> str:
-    excluded = ", ".join(event.excluded)
-    stays = "".join(f"; {one.node} stays: {one.reason}" for one in event.spared)
-    return (f"the next attempt excludes {excluded}" if excluded else "bad nodes stay") + stays
 
 
 def _command_ended(event: of_agent.UserCommandEnded) -> str:
@@ -253,8 +242,6 @@ def _workers_stopped(event: of_agent.WorkersStopped) -> str:
 _Table = Mapping[type[RunEvent], Callable[[Any], str]]
 _SENTENCES: _Table = {
     control_events.AttemptStarted: _attempt_started,
-    control_events.AttemptSuperseded: _superseded,
-    control_events.AgentsLaunched: lambda e: f"{plural(e.nodes, 'agent')} launched",
     control_events.AgentProcessEnded: _agent_process_ended,
     control_events.AgentRelaunched: lambda e: f"the agent on {e.name} is started again",
     control_events.NodeGivenUp: lambda e: f"{e.name or f'node {e.node}'} is given up ({_words(e.cause)})",
@@ -269,26 +256,18 @@ _SENTENCES: _Table = {
     control_events.NodesCompared: lambda e: (
         f"Slurm and the run {'disagree' if e.taken or e.kept else 'agree'} about the nodes"
     ),
-    control_events.NodesJudged: _nodes_judged,
     control_events.AttemptRequeued: lambda e: "the next attempt is queued",
     control_events.AttemptEnded: lambda e: f"{_words(e.outcome)}, exit code {e.exit_code}",
     control_events.EndTakenOver: lambda e: f"this node finishes the attempt, for agent {e.by}",
     of_agent.AgentStarted: lambda e: f"pid {e.pid}, version {e.version}",
     of_agent.AgentEnded: lambda e: f"ended, exit code {e.code}",
     of_agent.AgentFailed: lambda e: f"the agent itself failed: {e.error} at {e.where}",
-    of_agent.HealthWarning: lambda e: e.check,
     of_agent.HealthCheckFailed: lambda e: f"this node leaves the run ({', '.join(e.checks)})",
     of_agent.UserCommandEnded: _command_ended,
     of_agent.CheckpointCommitted: lambda e: (
         f"step {e.step} is committed{' at the end' if e.at_end else ''}: {e.size} bytes"
     ),
     of_agent.CheckpointNotCommitted: _not_committed,
-    of_agent.ForkServerReady: lambda e: (
-        f"the fork server is ready after {e.seconds:.2f} s: {e.modules} modules, {e.rss / 2**20:.0f} MiB"
-    ),
-    of_agent.ForkServerEnded: lambda e: "another fork server is started",
-    of_agent.ForkServerGaveUp: lambda e: "no fork server any more: workers are started fresh",
-    of_agent.PreloadLeftOut: lambda e: f"the fork server does without {e.module}",
     of_agent.ClockCompared: lambda e: (
         f"this node's clock since its boot is {e.offset_ns / 1e6:.3f} ms ahead of node {e.reference}'s, "
         f"give or take {e.bound_ns / 1e6:.3f} ms"
@@ -298,14 +277,12 @@ _SENTENCES: _Table = {
         f"the shared filesystem refused for {e.seconds:.0f} s{_to_the_end(e.over)}: {e.error}"
         f"{f' ({e.path})' if e.path else ''}"
     ),
-    of_agent.EventsDropped: lambda e: f"{e.count} events lost: the disk was full",
     of_agent.HangSuspected: lambda e: f"the run seems to hang: {e.reason}",
     of_agent.SlowRankFound: lambda e: str(e.slow),
     of_agent.RunSlowed: lambda e: str(e.pace),
     control_events.RoundOpened: lambda e: f"round {e.round} opened",
-    control_events.RoundConfirmed: lambda e: f"round {e.round} confirmed by all",
+    Note: lambda e: e.text,
     control_events.NodeMissing: lambda e: f"round {e.round} begins without node {e.node}",
-    control_events.StepAgreed: lambda e: f"round {e.round}",
     control_events.RunClosed: lambda e: f"the run is closed in round {e.round}: {_words(e.outcome)}",
 }
 _OF_ROUND: _Table = {
@@ -326,12 +303,10 @@ _OF_ROUND: _Table = {
         f"({_words(e.failure_class)}): {e.message}"
     ),
     of_agent.WorkerReplaced: lambda e: f"a fresh process ({e.pid}) takes the place of rank {e.rank}; the others stay",
-    of_agent.ReplacementRefused: lambda e: "all workers are to start again",
     of_agent.InProcessRestarted: lambda e: (
         f"the function starts again in its processes (iteration {e.iteration}, {e.seconds:.2f} s after the fault, "
         f"{e.active_world_size} of {e.world_size} ranks active)"
     ),
-    of_agent.InProcessLeft: lambda e: f"rank {e.rank} leaves the in-process restart group",
     of_agent.InProcessGaveUp: lambda e: f"the in-process restart group gives up on rank {e.rank}",
     of_agent.PlatformFailure: lambda e: "a part of hpc-elastic itself failed",
     of_agent.SlowRankEnded: lambda e: f"rank {e.slow.rank} on {e.slow.host} was slow for {e.seconds:.0f} s",
@@ -348,11 +323,6 @@ _OF_ROUND: _Table = {
     of_agent.WorkersStopped: _workers_stopped,
     of_agent.WorkersSucceeded: lambda e: "all workers here ended with 0",
     control_events.RoundFrozen: lambda e: f"{plural(len(e.nodes), 'node')} are in",
-    control_events.NodesWaiting: lambda e: "nodes wait",
-    control_events.NodesAsked: lambda e: "checking whether nodes are alive",
-    control_events.CoordinatorChanged: lambda e: "this node coordinates now",
-    control_events.SignalHeard: lambda e: "the supervisor is asked what a signal means",
-    control_events.NoticeGiven: lambda e: f"the job is about to end; workers have {e.seconds:.0f} s to save",
 }
 """Behind the round's number."""
 _OF_NODE: Mapping[type[RunEvent], Callable[[Any, str], str]] = {

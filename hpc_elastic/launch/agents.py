@@ -24,8 +24,8 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
-from hpc_elastic.run.control_events import AgentProcessEnded, AgentRelaunched, AgentsLaunched, NodeGivenUp
-from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.control_events import AgentProcessEnded, AgentRelaunched, NodeGivenUp
+from hpc_elastic.run.events import EventLog, Note
 from hpc_elastic.run.node_score import is_everywhere
 from hpc_elastic.run.paths import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp, RunPaths
 from hpc_elastic.run.spec import RunSpec
@@ -205,7 +205,7 @@ class Agents(Struct, eq=False):
 
     def launch(self) -> None:
         self.launcher.launch()
-        self.events.write(AgentsLaunched(nodes=len(self.names)))
+        self.events.write(Note(subject="agents_launched", text=f"{plural(len(self.names), 'agent')} launched"))
 
     def step(self) -> None:
         for ended in self.launcher.take():

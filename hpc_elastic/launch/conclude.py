@@ -32,14 +32,8 @@ from hpc_elastic.launch.requeue import (
 )
 from hpc_elastic.launch.site import AttemptContext, JobCondition, Site
 from hpc_elastic.rendezvous.membership import RESERVE
-from hpc_elastic.run.control_events import (
-    AttemptEnded,
-    AttemptRequeued,
-    NodesJudged,
-    RequeueDecided,
-    SparedNode,
-    VerdictReached,
-)
+from hpc_elastic.run.control_events import AttemptEnded, AttemptRequeued, RequeueDecided, VerdictReached
+from hpc_elastic.run.events import Note
 from hpc_elastic.run.node_score import (
     Evidence,
     EvidenceKind,
@@ -252,14 +246,11 @@ class _End:
             self._disk.do(lambda: save_record(paths.nodes_json, kept), None)
         if nodes.bad and eligible is not None:
             why = {one.node: one.why for one in nodes.bad}
-            self._context.events.write(
-                NodesJudged(
-                    excluded=tuple(nodes.exclusion.nodes),
-                    reason="; ".join(f"{name}: {why[name]}" for name in nodes.exclusion.nodes)
-                    or "none can be left out",
-                    spared=tuple(SparedNode(node=name, reason=reason) for name, reason in nodes.exclusion.spared),
-                )
-            )
+            excluded = nodes.exclusion.nodes
+            text = f"the next attempt excludes {', '.join(excluded)}" if excluded else "bad nodes stay"
+            text += "".join(f"; {name} stays: {reason}" for name, reason in nodes.exclusion.spared)
+            reason = "; ".join(f"{name}: {why[name]}" for name in excluded) or "none can be left out"
+            self._context.events.write(Note(subject="nodes_judged", text=text, reason=reason))
         return nodes
 
     def _finish(self, history: RunHistory | None) -> None:

@@ -29,7 +29,8 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RendezvousStateError, RoundRecord, host_of, node_of
 from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, claim_end, close_run, newest_agents
-from hpc_elastic.run.control_events import AttemptEnded, AttemptSuperseded, RequeueDecided
+from hpc_elastic.run.control_events import AttemptEnded, RequeueDecided
+from hpc_elastic.run.events import Note
 from hpc_elastic.run.paths import AttemptPaths, ExitCode, Outcome, StoredResult
 from hpc_elastic.slurm.job_environment import compress
 from hpc_elastic.store.file_store import FileStore, Store
@@ -253,15 +254,14 @@ class EarlierAttempts:
         if not silent and seconds < LOOK_SECONDS:
             return
         rule = why_safe(silent, self._up, seconds=seconds) if silent else ""
+        text = f"attempt {number} was superseded"
         if ended:
             logger.info("attempt %d has ended on %s", number, compress(ended))
+            text += f"; it has ended on {', '.join(ended)}"
         if silent:
             logger.warning("attempt %d was not seen to end everywhere; this attempt starts now: %s", number, rule)
-        self._context.events.write(
-            AttemptSuperseded(
-                superseded=number, ended=tuple(ended), silent=tuple(silent), seconds=round(seconds, 3), reason=rule
-            )
-        )
+            text += f"; not heard from: {', '.join(silent)}"
+        self._context.events.write(Note(subject="attempt_superseded", text=text, reason=rule))
 
     def _record_end(self, folder: AttemptPaths, reason: str, *, step: int) -> None:
         stored = StoredResult(

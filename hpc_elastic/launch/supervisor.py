@@ -24,9 +24,9 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import Refreshed
 from hpc_elastic.rendezvous.state import RoundRecord, RunNotice, Status, seconds_to_save
 from hpc_elastic.rendezvous.succession import END_UNCONFIRMED, AgentsDeparted, EndClaimed
-from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning, PlatformFailure
+from hpc_elastic.run.agent_events import FilesystemRefused, PlatformFailure
 from hpc_elastic.run.control_events import EndTakenOver, SignalReceived
-from hpc_elastic.run.events import EventLog, RunEvent
+from hpc_elastic.run.events import EventLog, Note, RunEvent
 from hpc_elastic.run.paths import AttemptInfo, Outcome
 from hpc_elastic.store.file_store import StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue
@@ -252,7 +252,7 @@ class Supervisor(Struct, eq=False, kw_only=True):
                 self._agents.on_looked_anew(event.serial, event.announced)
             case EndClaimed():
                 self._settle_end(superseded=False)
-            case FilesystemRefused() | HealthWarning():
+            case FilesystemRefused() | Note(subject="health_warning"):
                 self.events.write(event)
             case EndTakenOver():
                 self._settle_end(superseded=True)

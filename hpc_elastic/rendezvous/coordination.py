@@ -24,8 +24,8 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.proposals import DecideRestart
 from hpc_elastic.rendezvous.schedule import Lease, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.agent_events import FilesystemRefused, HealthWarning
-from hpc_elastic.run.events import RunEvent
+from hpc_elastic.run.agent_events import FilesystemRefused
+from hpc_elastic.run.events import Note, RunEvent
 from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import Store, StoreFullError, StoreRefusedError
 from hpc_elastic.store.notifier import Notifier
@@ -47,11 +47,10 @@ class Refusal(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"{self.error} ({self.path})" if self.path else self.error
 
-    def to_event(self, now: float, *, over: bool) -> FilesystemRefused | HealthWarning:
+    def to_event(self, now: float, *, over: bool) -> FilesystemRefused | Note:
         if self.is_own:
-            return HealthWarning(
-                check="descriptors", reason=f"no file could be opened for {now - self.since:.0f} s: {self}"
-            )
+            reason = f"no file could be opened for {now - self.since:.0f} s: {self}"
+            return Note(subject="health_warning", text="descriptors", reason=reason)
         return FilesystemRefused(
             error=self.error, path=self.path, since_ns=self.since_ns, seconds=round(now - self.since, 3), over=over
         )
@@ -261,7 +260,7 @@ class Coordination:
             logger.warning("%s, after %.0f s of: %s", what, now - ended.since, ended)
             self._messages.put(ended.to_event(now, over=True))
 
-    def lasting_refusal(self) -> FilesystemRefused | HealthWarning | None:
+    def lasting_refusal(self) -> FilesystemRefused | Note | None:
         refusal, now = self._refusals.now, self._clock.monotonic()
         if refusal is None or now - refusal.since < WORTH_TELLING:
             return None

@@ -36,7 +36,7 @@ from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Ending, Listener, NodesCutOff, Succession
 from hpc_elastic.run.control_events import RoundOpened
-from hpc_elastic.run.events import CoordinatorEvent, RunEvent
+from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import Store
 from hpc_elastic.store.notifier import Notifier
@@ -428,7 +428,7 @@ class Participant:
             self._log.compact()
         return True
 
-    def _append(self, record: RoundRecord, *events: CoordinatorEvent) -> bool:
+    def _append(self, record: RoundRecord, *events: RunEvent) -> bool:
         self.has_unwritten_record = True
         is_first = self._log.append(record)
         self.has_unwritten_record = False

@@ -36,24 +36,17 @@ from hpc_elastic.rendezvous.state import (
     node_of,
 )
 from hpc_elastic.run.control_events import (
-    CoordinatorChanged,
     LinkLost,
     NodeLeft,
     NodeLost,
     NodeMissing,
     NodeReplaced,
-    NodesAsked,
-    NodesWaiting,
-    NoticeGiven,
-    RoundConfirmed,
     RoundFrozen,
     RoundOpened,
     RunClosed,
-    SignalHeard,
     SpareLost,
-    StepAgreed,
 )
-from hpc_elastic.run.events import CoordinatorEvent
+from hpc_elastic.run.events import CoordinatorEvent, Note
 from hpc_elastic.run.paths import Outcome
 
 
@@ -138,35 +131,34 @@ def _is_end(heard: str) -> bool:
     return heard.startswith(Signals.SIGTERM.name)
 
 
-EVENTS: Mapping[RoundEvent, Callable[..., CoordinatorEvent]] = {
-    RoundEvent.FREEZE: RoundFrozen,
-    RoundEvent.CONFIRM: RoundConfirmed,
-    RoundEvent.REOPEN: RoundOpened,
-    RoundEvent.ANNOUNCE: NodesWaiting,
-    RoundEvent.ASK: NodesAsked,
-    RoundEvent.HEARD: SignalHeard,
-    RoundEvent.NOTICE: NoticeGiven,
-    RoundEvent.AGREE: StepAgreed,
-    RoundEvent.CLOSE: RunClosed,
-    RoundEvent.TAKE_OVER: CoordinatorChanged,
+_NOTES: Mapping[RoundEvent, tuple[str, str]] = {
+    RoundEvent.CONFIRM: ("round_confirmed", "round {} confirmed by all"),
+    RoundEvent.ANNOUNCE: ("nodes_waiting", "round {}: nodes wait"),
+    RoundEvent.ASK: ("nodes_asked", "round {}: checking whether nodes are alive"),
+    RoundEvent.HEARD: ("signal_heard", "round {}: the supervisor is asked what a signal means"),
+    RoundEvent.NOTICE: ("notice_given", "round {}: the job is about to end; workers have {:.0f} s to save"),
+    RoundEvent.AGREE: ("step_agreed", "round {}"),
+    RoundEvent.TAKE_OVER: ("coordinator_changed", "round {}: this node coordinates now"),
 }
+"""Subject and text of what people alone read; the round's number and the notice's seconds come into the text."""
 
 
 def to_event(
     event: RoundEvent, record: RoundRecord, reason: str, *, explained: tuple[int, ...] = ()
-) -> CoordinatorEvent:
+) -> CoordinatorEvent | Note:
     """The event of `record`, to which `event` led; `explained` as in `Proposal`."""
-    fields: dict[str, Any] = {}
-    if event in (RoundEvent.CLOSE, RoundEvent.FREEZE):
-        fields["explained"] = explained
+    index, used = record.round, record.restarts_used
     if event is RoundEvent.CLOSE:
-        fields["outcome"] = record.outcome.value if record.outcome is not None else ""
-    elif event is RoundEvent.FREEZE:
-        fields["nodes"] = tuple(m.node for m in record.members)
-    elif event in (RoundEvent.NOTICE, RoundEvent.AGREE) and record.notice is not None:
-        fields["seconds"] = record.notice.seconds
-        fields["step"] = record.notice.step if record.notice.step >= 0 else None
-    return EVENTS[event](round=record.round, reason=reason, restarts_used=record.restarts_used, **fields)
+        outcome = record.outcome.value if record.outcome is not None else ""
+        return RunClosed(round=index, outcome=outcome, reason=reason, restarts_used=used, explained=explained)
+    if event is RoundEvent.FREEZE:
+        nodes = tuple(m.node for m in record.members)
+        return RoundFrozen(round=index, reason=reason, restarts_used=used, nodes=nodes, explained=explained)
+    if event is RoundEvent.REOPEN:
+        return RoundOpened(round=index, reason=reason, restarts_used=used)
+    subject, text = _NOTES[event]
+    seconds = record.notice.seconds if record.notice is not None else 0.0
+    return Note(subject=subject, text=text.format(index, seconds), reason=reason, round=index)
 
 
 def link_event(record: RoundRecord, lost: LostLink, *, now: float, now_ns: int) -> LinkLost:

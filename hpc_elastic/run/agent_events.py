@@ -70,13 +70,6 @@ class HealthCheckFailed(AgentEvent, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class HealthWarning(AgentEvent, frozen=True, kw_only=True):
-    """A check warns, and the node stays; once for each check."""
-
-    check: str
-    reason: str = ""
-
-
 class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
     """The workers of this node run."""
 
@@ -91,36 +84,6 @@ class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
     """why some of them are not forks"""
     cpus: tuple[str, ...] = ()
     """with `--numa-binding`: the CPUs of each worker, by local rank"""
-
-
-class ForkServerReady(AgentEvent, frozen=True, kw_only=True):
-    """The fork server of this node has imported all that is preloaded."""
-
-    modules: int = 0
-    """loaded in it, the standard library's too"""
-    seconds: float = 0.0
-    """since its start"""
-    rss: int = 0
-    """its memory, bytes; its workers share these pages"""
-
-
-class ForkServerEnded(AgentEvent, frozen=True, kw_only=True):
-    """The fork server of this node is gone or useless; another one takes its place."""
-
-    reason: str = ""
-
-
-class ForkServerGaveUp(AgentEvent, frozen=True, kw_only=True):
-    """This node has no fork server from here on: workers are started fresh."""
-
-    reason: str = ""
-
-
-class PreloadLeftOut(AgentEvent, frozen=True, kw_only=True):
-    """A module can't be shared: the fork server starts again without it."""
-
-    module: str
-    reason: str = ""
 
 
 class CheckpointChosen(AgentEvent, frozen=True, kw_only=True):
@@ -211,14 +174,6 @@ class WorkerReplaced(AgentEvent, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class ReplacementRefused(AgentEvent, frozen=True, kw_only=True):
-    """A failed worker is not replaced: all workers start again."""
-
-    round: int
-    rank: int
-    reason: str = ""
-
-
 class InProcessRestarted(AgentEvent, frozen=True, kw_only=True, tag="ring_restarted"):
     """The wrapped function starts again in its processes: see [restart in process](../how-to/restart-in-process.md)."""
 
@@ -235,15 +190,6 @@ class InProcessRestarted(AgentEvent, frozen=True, kw_only=True, tag="ring_restar
     """ranks of the iteration before whose places fresh processes took"""
     reason: str = ""
     """the interruptions in words"""
-
-
-class InProcessLeft(AgentEvent, frozen=True, kw_only=True, tag="ring_left"):
-    """This rank alone leaves a wrapped call; the others continue."""
-
-    round: int
-    rank: int
-    iteration: int = 0
-    reason: str = ""
 
 
 class InProcessGaveUp(AgentEvent, frozen=True, kw_only=True, tag="ring_gave_up"):
@@ -481,9 +427,3 @@ class FilesystemRefused(AgentEvent, frozen=True, kw_only=True):
     seconds: Seconds = 0.0
     over: bool = True
     """false: it lasted to the end"""
-
-
-class EventsDropped(AgentEvent, frozen=True, kw_only=True):
-    """Lines that were lost while the disk was full."""
-
-    count: int = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from hpc_elastic.run.events import CoordinatorEvent, Seconds, SupervisorEvent
 
 
@@ -24,13 +22,6 @@ class RoundFrozen(CoordinatorEvent, frozen=True, kw_only=True):
     nodes: tuple[int, ...] = ()
     explained: tuple[int, ...] = ()
     """nodes whose failures in the round before follow from the loss of a member"""
-
-
-class RoundConfirmed(CoordinatorEvent, frozen=True, kw_only=True):
-    """All members have confirmed the round."""
-
-    reason: str = ""
-    restarts_used: int | None = None
 
 
 class NodeLost(CoordinatorEvent, frozen=True, kw_only=True):
@@ -88,14 +79,6 @@ class NodeReplaced(CoordinatorEvent, frozen=True, kw_only=True):
     replaces_host: str = ""
 
 
-class NodesWaiting(CoordinatorEvent, frozen=True, kw_only=True):
-    """Nodes wait for a place in the next round."""
-
-    reason: str = ""
-    """which nodes, and for what"""
-    restarts_used: int | None = None
-
-
 class LinkLost(CoordinatorEvent, frozen=True, kw_only=True):
     """No packet of a node came through for a while, though it answered through the files; written when packets come
     through again."""
@@ -107,50 +90,6 @@ class LinkLost(CoordinatorEvent, frozen=True, kw_only=True):
     over: bool = True
     """false: not again by the end"""
     reason: str = ""
-
-
-class NodesAsked(CoordinatorEvent, frozen=True, kw_only=True):
-    """Silent nodes are asked through the files, or have answered."""
-
-    reason: str = ""
-    restarts_used: int | None = None
-
-
-class CoordinatorChanged(CoordinatorEvent, frozen=True, kw_only=True):
-    """The agent that writes this coordinates now."""
-
-    reason: str = ""
-    restarts_used: int | None = None
-
-
-class SignalHeard(CoordinatorEvent, frozen=True, kw_only=True):
-    """An agent got a signal, and the supervisor has to find out its meaning."""
-
-    reason: str = ""
-    """`SIGTERM on n2`"""
-    restarts_used: int | None = None
-
-
-class NoticeGiven(CoordinatorEvent, frozen=True, kw_only=True):
-    """The job is about to end. A second event: sooner than expected, with the agreed step."""
-
-    reason: str = ""
-    """the agent that got it"""
-    restarts_used: int | None = None
-    seconds: float = 0.0
-    """limit of the wait for checkpoints"""
-    step: int | None = None
-    """null at first"""
-
-
-class StepAgreed(CoordinatorEvent, frozen=True, kw_only=True):
-    """All workers save after this step."""
-
-    reason: str = ""
-    restarts_used: int | None = None
-    seconds: float = 0.0
-    step: int | None = None
-    """null if no worker reports its steps"""
 
 
 class RunClosed(CoordinatorEvent, frozen=True, kw_only=True, tag="closed"):
@@ -172,31 +111,6 @@ class AttemptStarted(SupervisorEvent, frozen=True, kw_only=True):
     """names in Slurm's order"""
     requeue_armed: bool = False
     requeue_reason: str = ""
-
-
-class AttemptSuperseded(SupervisorEvent, frozen=True, kw_only=True):
-    """An earlier attempt of this run was ended by this one.
-
-    See [two attempts at once](../explanation/when-something-dies.md#two-attempts-at-once).
-    """
-
-    superseded: int
-    """the earlier attempt's number"""
-    ended: tuple[str, ...] = ()
-    """its nodes whose agents have ended"""
-    silent: tuple[str, ...] = ()
-    """its other nodes"""
-    seconds: Seconds = 0.0
-    """waited for that"""
-    reason: str = ""
-    """the rule by which it was safe to continue"""
-
-
-class AgentsLaunched(SupervisorEvent, frozen=True, kw_only=True):
-    """srun starts the agents."""
-
-    nodes: int
-    """how many"""
 
 
 class AgentProcessEnded(SupervisorEvent, frozen=True, kw_only=True, tag="agent_ended"):
@@ -280,22 +194,6 @@ class NodesCompared(SupervisorEvent, frozen=True, kw_only=True, tag="nodes_diffe
     kept: tuple[str, ...] = ()
     """lost to the run, and in the job"""
     reason: str = ""
-
-
-class SparedNode(Struct, frozen=True, kw_only=True):
-    node: str
-    reason: str = ""
-
-
-class NodesJudged(SupervisorEvent, frozen=True, kw_only=True):
-    """The judgement of the attempt's nodes."""
-
-    excluded: tuple[str, ...] = ()
-    """nodes that the next attempt does without"""
-    reason: str = ""
-    """what they did"""
-    spared: tuple[SparedNode, ...] = ()
-    """`node`, `reason`: bad ones that stay"""
 
 
 class AttemptRequeued(SupervisorEvent, frozen=True, kw_only=True, tag="requeued"):

@@ -22,7 +22,7 @@ from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, 
 from hpc_elastic.base.files import Owner, has_long_number, names_in, open_file, parse_json, read_again
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run import agent_events, control_events
-from hpc_elastic.run.events import RunEvent, SupervisorEvent, name_of
+from hpc_elastic.run.events import Note, RunEvent, SupervisorEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 
 LONGEST_EVENT = 4 << 20
@@ -44,7 +44,11 @@ def _defined_in(module: ModuleType, base: type[RunEvent]) -> dict[str, type[RunE
 
 
 SUPERVISOR_EVENTS = _defined_in(control_events, SupervisorEvent)
-EVENTS = {**_defined_in(control_events, RunEvent), **_defined_in(agent_events, RunEvent)}
+EVENTS: Mapping[str, type[RunEvent]] = {
+    **_defined_in(control_events, RunEvent),
+    **_defined_in(agent_events, RunEvent),
+    name_of(Note): Note,
+}
 """The type of each event, by its name in the file. ``agent_ended``, which two write, is the agent's here."""
 _ANY_EVENT: Any = Union[tuple(EVENTS.values())]  # noqa: UP007 (made at run time)
 
@@ -112,6 +116,8 @@ def _with_event(line: EventLine, event: RunEvent | None, raw: bytes) -> EventLin
         if event is not None:
             texts = {name: getattr(event, name) for name in event.__struct_fields__}
             event = replace(event, **{name: it[:_TEXT_LIMIT] for name, it in texts.items() if isinstance(it, str)})
+    if type(event) is Note:
+        line.name = event.subject
     line.event, line.raw = event, raw
     return line
 

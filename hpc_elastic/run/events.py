@@ -60,9 +60,44 @@ class CoordinatorEvent(RunEvent, frozen=True, kw_only=True):
     round: int
 
 
+class Note(RunEvent, frozen=True, kw_only=True, omit_defaults=True):
+    """What only people read. `logs --events` takes its subject for its name."""
+
+    subject: str
+    """one of those below"""
+    text: str
+    """what happened, in words"""
+    reason: str = ""
+    round: int | None = None
+
+
+NOTES = {
+    "agents_launched": "srun starts the agents.",
+    "attempt_superseded": "An earlier attempt of this run was ended by this one: "
+    "[two attempts at once](../explanation/when-something-dies.md#two-attempts-at-once).",
+    "coordinator_changed": "The agent that writes this coordinates now.",
+    "events_dropped": "Lines were lost while the disk was full.",
+    "fork_server_ended": "The fork server of this node is gone or useless; another one takes its place.",
+    "fork_server_gave_up": "This node has no fork server from here on: workers are started fresh.",
+    "fork_server_ready": "The fork server of this node has imported all that is preloaded.",
+    "health_warning": "A check warns, and the node stays; once for each check.",
+    "nodes_asked": "Silent nodes are asked through the files, or have answered.",
+    "nodes_judged": "The nodes that the next attempt does without, and the bad ones that stay.",
+    "nodes_waiting": "Nodes wait for a place in the next round.",
+    "notice_given": "The job is about to end; again, if it ends sooner than expected.",
+    "preload_left_out": "A module can't be shared: the fork server starts again without it.",
+    "replacement_refused": "A failed worker is not replaced: all workers start again.",
+    "ring_left": "A rank alone leaves a wrapped call; the others continue.",
+    "round_confirmed": "All members have confirmed the round.",
+    "signal_heard": "An agent got a signal, and the supervisor has to find out its meaning.",
+    "step_agreed": "All workers save after this step.",
+}
+"""The subjects of notes."""
+
+
 def name_of(event: RunEvent | type[RunEvent]) -> str:
-    """Its name in the file."""
-    return str(event.__struct_config__.tag)
+    """Its name in the file; of a note its subject."""
+    return event.subject if isinstance(event, Note) else str(event.__struct_config__.tag)
 
 
 SCHEMA_VERSION = 1
@@ -199,7 +234,5 @@ class EventLog:
         self._flush()  # first, so that what follows pushes out nothing
         self._files = None
         if self._dropped:
-            from hpc_elastic.run.agent_events import EventsDropped  # it stands on this module
-
-            self.write(EventsDropped(count=self._dropped))
+            self.write(Note(subject="events_dropped", text=f"{self._dropped} events lost: the disk was full"))
         self._closed = True

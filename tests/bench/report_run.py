@@ -133,7 +133,7 @@ def _write_agent(folder: Path, size: RunSize, node: int, name: str, failing: lis
             why = f"rank {before} ended with exit code 1" if index else "start"
             log.tell(start - 3, "round_opened", round=index, reason=why, restarts_used=index)
             log.tell(start - 2, "round_frozen", round=index, reason=f"restart {index} of 99", restarts_used=index)
-            log.tell(start - 1, "round_confirmed", round=index, reason="", restarts_used=index)
+            log.tell(start - 1, "note", subject="round_confirmed", text=f"round {index} confirmed by all", round=index)
         log.tell(
             start, "round_final", round=index, group_rank=node, group_world_size=size.nodes, world_size=world,
             local_world_size=size.per_node, ranks=ranks, master="nid001000:29400", restarts_used=index, max_restarts=99,

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.fork_server import ServerState
-from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp
 from hpc_elastic.run.spec import preload_for
 from tests.rigs.local_run import LocalRun
 from tests.rigs.memory_limit import memory_limit
@@ -27,7 +26,7 @@ def test_where_nothing_can_be_shared_workers_are_started_fresh(tmp_path: Path) -
         starter.until(ServerState.FAILED)
         assert starter.server.fork_workers([{}]) == [None]
         assert "nothing is left to preload: mine: the fork server ended with SIGABRT" in starter.server.why_fresh
-        assert isinstance(starter.events[-1], ForkServerGaveUp)
+        assert starter.events[-1].subject == "fork_server_gave_up"
 
 
 @pytest.mark.parametrize("python", ["true", "false", "/no/such/python", "sh"])
@@ -74,7 +73,7 @@ def test_a_sitecustomize_that_cannot_be_shared_means_no_server(text: str, reason
         assert starter.server.why_fresh == f"there is no fork server: sitecustomize can't be shared: {reason}" + (
             ", which differ between workers" if "RANK" in reason else ""
         )
-        assert len([event for event in starter.events if isinstance(event, ForkServerGaveUp)]) == 1
+        assert len([event for event in starter.events if event.subject == "fork_server_gave_up"]) == 1
 
 
 def test_a_sitecustomize_that_can_be_shared_is_the_workers(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_server_that_dies_is_replaced(tmp_path: Path) -> None:
         assert not starter.server.holds_start or starter.server.state is ServerState.IMPORTING
         starter.until(ServerState.READY)
         assert finish(starter.fork()).stdout == "here\n"
-        assert "SIGKILL" in next(e for e in starter.events if isinstance(e, ForkServerEnded)).reason
+        assert "SIGKILL" in next(e for e in starter.events if e.subject == "fork_server_ended").reason
 
 
 def test_a_stopped_server_costs_a_fresh_start_and_no_worker_twice(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.run.agent_events import ForkServerEnded, PreloadLeftOut
 from tests.rigs.start_methods import Starter, finish
 from tests.rigs.waiting import until
 
@@ -120,8 +119,8 @@ def test_a_module_whose_import_is_more_than_code_is_left_out(name: str, tmp_path
         assert finish(starter.fork(RANK="1")).stdout == "True False\n"
         found = starter.server.preload.left_out[name]
         assert any(reason in found for reason in reasons.split("|")), found
-        left = [event for event in starter.events if isinstance(event, PreloadLeftOut | ForkServerEnded)]
-        assert found == left[0].reason
+        left = next(one for one in starter.events if one.subject in ("preload_left_out", "fork_server_ended"))
+        assert found == left.reason
     assert not (tmp_path / "ran").exists()
     until(lambda: not _sleepers(), "the end of what the import has started")
 

@@ -12,13 +12,14 @@ from msgspec import defstruct
 
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.run import event_reader
-from hpc_elastic.run.events import EventLog, RunEvent
+from hpc_elastic.run.events import EventLog, RunEvent, name_of
 
 
 def pair_of(event: RunEvent) -> tuple[str, dict[str, Any]]:
     """Name and fields, as a line of the log has them."""
     fields = json.loads(json.dumps(to_json(event)))
-    return fields.pop("event"), fields
+    del fields["event"]
+    return name_of(event), fields
 
 
 @cache
@@ -57,6 +58,6 @@ def log_into_dicts(events: list[dict[str, Any]]) -> EventLog:
 
 
 def read_events(folder: Path, *, names: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of an attempt's events, as JSON values."""
+    """The lines of an attempt's events, as JSON values; ``event`` of a note is its subject."""
     for line in event_reader.read_events(folder, names=names):
-        yield line.value
+        yield {**line.value, "event": line.name}

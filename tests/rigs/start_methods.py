@@ -15,8 +15,7 @@ from hpc_elastic.agent.fork_server import IMPORT_SECONDS, ForkServer, ServerStat
 from hpc_elastic.agent.fork_server_process import Launch
 from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.loop import FileExecutor, wait_readable
-from hpc_elastic.run.agent_events import ForkServerReady
-from hpc_elastic.run.events import AgentEvent
+from hpc_elastic.run.events import Note
 from hpc_elastic.run.spec import Preload
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.spawn import ExitStatus, Inherited, WorkerProcess, start_worker
@@ -52,7 +51,7 @@ class Starter:
 
     def __post_init__(self) -> None:
         self.clock = RunClock()
-        self.events: list[AgentEvent] = []
+        self.events: list[Note] = []
         if self.script is not None:
             (self.folder / "train.py").write_text(self.script)
         site = self.folder / "site"
@@ -107,7 +106,7 @@ class Starter:
 
     def imports(self) -> int:
         """How many times a server was ready so far."""
-        return sum(isinstance(event, ForkServerReady) for event in self.events)
+        return sum(event.subject == "fork_server_ready" for event in self.events)
 
     def log(self) -> str:
         path = self.folder / "server.log"

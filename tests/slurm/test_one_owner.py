@@ -53,7 +53,7 @@ def test_an_attempt_on_a_node_that_slurm_has_lost_ends_before_the_next_one_train
     assert run.result(1)["outcome"] == "succeeded"
     run.check_training(1)
     [event] = [event for event in run.events(1) if event["event"] == "attempt_superseded"]
-    assert (event["superseded"], event["ended"], event["silent"]) == (0, [lost], [])
+    assert event["text"] == f"attempt 0 was superseded; it has ended on {lost}"
     assert f"attempt 0 has ended on {lost}" in run.log
     wait_until(lambda: _left(run) == [], timeout=60, what="no process of the run is left")
 

@@ -45,6 +45,7 @@ NEED_TORCH = ("inprocess", "pytorch", "tools")
 PARTIAL = {
     "WORKER_STATE": "an agent that has ended says how it did",
     "_ENDS": "a part of the table, which is whole",
+    "_NOTES": "the other records' events have types of their own",
     "_NEAR_LIMIT": "a part of the table, which is whole",
     "_PREEMPTING": "a part of the table, which is whole",
     "_WHY": "why a process does not finish the attempt, which it does where its node is the job's",

@@ -90,7 +90,7 @@ def test_it_joins_when_its_node_is_fit_and_looks_again_before_the_next_round(p: 
     assert code == 0
     assert health.begun == [-1, 0]
     assert p.said.all("join") == ["join", "join"]
-    assert p.event("health_warning") == {"check": "clock", "reason": "the clock is off"}
+    assert p.event("health_warning") == {"subject": "health_warning", "text": "clock", "reason": "the clock is off"}
     assert health.calls == ["close"]
 
 

@@ -323,6 +323,12 @@ def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str
             "the run is closed in round 4: too few nodes: 1 left",
         ),
         ("verdict", {"outcome": "failed", "reason": "rank 1: x"}, "failed: rank 1: x"),
+        (
+            "note",
+            {"subject": "nodes_waiting", "text": "round 1: nodes wait", "reason": "n7"},
+            "round 1: nodes wait: n7",
+        ),
+        ("round_confirmed", {"round": 1, "restarts_used": 0, "reason": "all 2"}, "round=1 restarts_used=0: all 2"),
         ("of_the_future", {"colour": "blue", "reason": "why not"}, "colour=blue: why not"),
         ("worker_failed", {"round": 1}, "round=1"),
         ("agent_failed", {"error": "a\nb\x1b[2J\x07", "where": "f.py:1"}, "the agent itself failed: a b at f.py:1"),

@@ -136,7 +136,7 @@ def test_all_is_written_before_slurm_is_asked(world: World) -> None:
     assert end().action is RequeueAction.REQUEUE
     assert site.plans == [NextAttempt(excluded=("n3", "n6"))]
     (judged,) = events_of(paths, "nodes_judged")
-    assert (judged["excluded"], judged["reason"]) == (["n3"], "n3: node n3 was lost")
+    assert (judged["text"], judged["reason"]) == ("the next attempt excludes n3", "n3: node n3 was lost")
     assert [event["job_id"] for event in events_of(paths, "requeued")] == ["7"]
 
 

@@ -162,7 +162,7 @@ def test_a_living_attempt_is_closed_and_waited_for_until_its_agents_have_ended(t
     assert earlier.look()
     [(name, fields)] = stage.events
     assert name == "attempt_superseded"
-    assert (fields["superseded"], fields["ended"], fields["silent"]) == (0, ["n1", "n2"], [])
+    assert fields["text"] == "attempt 0 was superseded; it has ended on n1, n2"
 
 
 @pytest.mark.parametrize(("up", "least", "most"), [(frozenset({"n1"}), 4.0, 6.0), (frozenset(), 19.0, 21.0)])
@@ -179,7 +179,7 @@ def test_an_agent_that_can_not_be_heard_of_is_waited_for_by_what_slurm_says_of_i
         over = earlier.look()
     assert least <= stage.clock.now - began <= most
     [(_, fields)] = stage.events
-    assert fields["silent"] == ["n1"]
+    assert fields["text"] == "attempt 0 was superseded; not heard from: n1"
     assert ("Slurm reaches n1" in fields["reason"]) is bool(up)
 
 

@@ -307,6 +307,7 @@ def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(s: Stage) -> No
     result = s.run(3.0, s.sent(signal.SIGUSR2), 5.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
     assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
+    assert s.names("notice_given") == [], "the coordinator writes it"
     assert "of 85 s" in result.reason, "of 120 seconds, 30 are the workers' grace, and 5 a reserve"
 
 

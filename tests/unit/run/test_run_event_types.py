@@ -15,7 +15,16 @@ from hpc_elastic.base.codec import to_json
 from hpc_elastic.run.agent_events import AgentEnded, RoundFinal, StacksTaken, WorkerFailed, WorkersStopped
 from hpc_elastic.run.control_events import AgentProcessEnded
 from hpc_elastic.run.event_reader import EVENTS, read_event, read_events
-from hpc_elastic.run.events import AgentEvent, CoordinatorEvent, EventLog, RunEvent, SupervisorEvent, name_of
+from hpc_elastic.run.events import (
+    NOTES,
+    AgentEvent,
+    CoordinatorEvent,
+    EventLog,
+    Note,
+    RunEvent,
+    SupervisorEvent,
+    name_of,
+)
 from hpc_elastic.run.progress import RankHeartbeat
 from tests.rigs.event_samples import KINDS, sample
 from tests.rigs.fake_clock import FakeClock
@@ -23,12 +32,12 @@ from tests.rigs.fake_clock import FakeClock
 
 def test_every_event_is_of_one_writer_and_has_a_name_of_its_own() -> None:
     known = {kind for base in (SupervisorEvent, AgentEvent, CoordinatorEvent) for kind in base.__subclasses__()}
-    assert set(KINDS) == known
-    assert {name_of(kind) for kind in known} == set(EVENTS)
+    assert set(KINDS) == {*known, Note}
+    assert not {*EVENTS} & {*NOTES}
+    assert {name_of(kind) for kind in KINDS} == set(EVENTS)
     twice = [kind for kind in KINDS if EVENTS[name_of(kind)] is not kind]
     assert twice == [AgentProcessEnded], "beside it the reader has to be given the role"
-    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in EVENTS)
-    assert not [kind for kind in KINDS if kind.__bases__[0] not in (SupervisorEvent, AgentEvent, CoordinatorEvent)]
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in (*EVENTS, *NOTES))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -40,7 +49,8 @@ def test_what_is_written_is_read(kind: type[RunEvent], tmp_path: Path) -> None:
     log.close()
     (found,) = read_events(tmp_path / "events")
     line = found.value
-    assert found.name == line["event"] == name_of(kind)
+    assert line["event"] == name_of(kind)
+    assert found.name == name_of(event)
     assert found.event == event
     written = json.loads(json.dumps(to_json(event)))
     assert {key: line[key] for key in written} == written
@@ -84,11 +94,9 @@ def test_what_is_not_known_is_no_event() -> None:
 
 
 DECISIONS = {
-    "agent_ended", "agent_relaunched", "attempt_superseded", "closed", "coordinator_changed", "end_taken_over", "hang",
-    "health_check_failed", "health_warning", "node_given_up", "node_left", "node_lost", "node_missing", "node_replaced",
-    "nodes_asked", "nodes_waiting", "notice_given", "output_lost", "platform_failure", "requeue_decision",
-    "round_confirmed", "round_frozen", "round_opened", "spare_lost", "step_agreed", "verdict",
-    "workers_stopping",
+    "agent_ended", "agent_relaunched", "closed", "end_taken_over", "hang", "health_check_failed", "node_given_up",
+    "node_left", "node_lost", "node_missing", "node_replaced", "note", "output_lost", "platform_failure",
+    "requeue_decision", "round_frozen", "round_opened", "spare_lost", "verdict", "workers_stopping",
 }  # fmt: skip
 """Events of a decision, or of a finding that others decide upon."""
 
@@ -106,3 +114,5 @@ def test_every_event_is_written_somewhere() -> None:
     ]
     used = {name for text in texts for name in re.findall(r"\b[A-Z]\w+\b", text)}
     assert {kind for kind in KINDS if kind.__name__ not in used} == set()
+    subjects = {name for text in texts for name in re.findall(r'subject="(\w+)"|: \("(\w+)", "round', text)}
+    assert {one or other for one, other in subjects} == set(NOTES)
