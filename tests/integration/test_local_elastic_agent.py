@@ -62,11 +62,6 @@ def test_one_that_leaves_without_a_result_holds_no_other(tmp_path: Path) -> None
     an_agent(tmp_path, leaves_without_a_word).run()
 
 
-def test_a_lambda_and_a_closure_are_handed_over_too(tmp_path: Path) -> None:
-    offset = 7
-    assert an_agent(tmp_path, lambda: offset * 2, workers=1).run()[0] == 14
-
-
 def test_what_cannot_be_handed_over_is_refused_by_name(tmp_path: Path) -> None:
     lock = threading.Lock()
 

@@ -35,15 +35,3 @@ def test_a_failure_stops_the_workers_everywhere(tmp_path: Path, caches: str) -> 
         assert not run.events("node_lost")
         run.let_workers_end()
         assert run.wait_for_ends(range(NODES)) == [0] * NODES
-
-
-def test_without_the_bell_it_takes_two_polls(tmp_path: Path) -> None:
-    """The coordinator's, which finds the failure, and the others', which find its record."""
-    with NetworkRun(tmp_path, nodes=NODES, caches=60.0, conf={"doorbell": "off", "poll_interval": "0.7"}) as run:
-        index = run.wait_round(count=NODES)
-        for victim in (0, NODES - 1):
-            took = seconds_to_stop(run, index, victim, within=20)
-            print(f"no bell: worker of n{victim} killed, all others ended after {took:.3f} s")
-            assert took < 15.0
-            index = run.wait_round(count=NODES, after=index)
-        assert not run.events("node_lost")

@@ -23,7 +23,7 @@ from hpc_elastic.base import files
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous import handler, handler_config
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler, Membership
-from hpc_elastic.rendezvous.handler_config import config_from_keys, config_from_url
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
 from hpc_elastic.rendezvous.membership import RecordLog
 from hpc_elastic.rendezvous.state import (
     RendezvousClosedError,
@@ -382,3 +382,11 @@ def test_nodes_that_leave_one_by_one_close_it_too(rig: HandlerRig) -> None:
     assert rig.meet(other)[0].world_size == 1
     assert other.shutdown()
     assert other.is_closed()
+
+
+def test_the_same_id_under_another_prefix_is_another_run(rig: HandlerRig) -> None:
+    config = HandlerConfig(directory=str(rig.folder), run_id="run", min_nodes=1, max_nodes=1)
+    one, other = (FileRendezvousHandler(replace(config, prefix=prefix)) for prefix in ("", "/torchelastic/p2p"))
+    one.set_closed()
+    assert one.is_closed()
+    assert not other.is_closed()

@@ -35,20 +35,25 @@ def _path() -> str:
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
-def run_alone(
-    script: str, checkpoint: Path, *, arguments: Sequence[str] = (), python: str = sys.executable
-) -> dict[int, float]:
-    """The losses of one process without any launcher."""
+def output_alone(script: str, checkpoint: Path, *arguments: str, python: str = sys.executable) -> str:
+    """What one process prints without any launcher: nothing is restarted."""
     env = {
         **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_ports()), "PYTHONPATH": _path(),
     }  # fmt: skip
     result = subprocess.run(
-        [python, str(EXAMPLES / script), "--epochs", str(EPOCHS), "--checkpoint", str(checkpoint), *arguments],
+        [python, str(EXAMPLES / script), "--checkpoint", str(checkpoint), *arguments],
         env=env, cwd=checkpoint.parent, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    found = losses(result.stdout)
+    return result.stdout
+
+
+def run_alone(
+    script: str, checkpoint: Path, *, arguments: Sequence[str] = (), python: str = sys.executable
+) -> dict[int, float]:
+    """The losses of one process without any launcher."""
+    found = losses(output_alone(script, checkpoint, "--epochs", str(EPOCHS), *arguments, python=python))
     assert sorted(found) == list(range(1, EPOCHS + 1))
     return found
 

@@ -28,6 +28,9 @@ LAST_CALL_SECONDS = 6.0
 
 
 class Cluster:
+    """The parts of both kinds. Each says besides how it starts, which processes a node has (all, the agent's, the
+    workers'), where its store is, how a node is lost for good, and how it ended."""
+
     def __init__(self, folder: Path, place: Place, plan: Plan) -> None:
         self.stage = folder / "stage"
         """On this machine's own disk: journals, and words to the workers."""
@@ -36,47 +39,14 @@ class Cluster:
         self._place = place
         self._plan = plan
 
-    def start(self) -> None:
-        raise NotImplementedError
-
     def tend(self) -> None:
         """What a scheduler would do, called again and again; the agents' supervisor does it itself."""
-
-    def processes(self, node: int) -> list[Proc]:
-        raise NotImplementedError
-
-    def agent(self, node: int) -> Proc | None:
-        raise NotImplementedError
-
-    def workers(self, node: int) -> list[Proc]:
-        raise NotImplementedError
-
-    def store(self) -> Path:
-        raise NotImplementedError
-
-    def lose(self, node: int) -> None:
-        raise NotImplementedError
 
     def set_clock(self, node: int, offset: float) -> None:
         set_clock(self.stage, node, offset)
 
     def finish(self) -> None:
         (self.stage / "finish").touch()
-
-    def left(self) -> list[Proc]:
-        raise NotImplementedError
-
-    def ended(self) -> bool:
-        raise NotImplementedError
-
-    def end_complaints(self, *, too_few: bool) -> list[str]:
-        raise NotImplementedError
-
-    def log(self) -> str:
-        raise NotImplementedError
-
-    def kill_all(self) -> None:
-        raise NotImplementedError
 
     def _conf(self) -> dict[str, str]:
         ttl = self._plan.ttl

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.rigs.chaos.schedule import Kind
@@ -250,7 +249,3 @@ def _run(*argv: str) -> None:
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
-
-
-def described(kinds: Sequence[Kind]) -> str:
-    return ", ".join(kind.value for kind in kinds)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 
 COORDINATOR = -1
@@ -199,27 +199,15 @@ class _Chooser:
             values["seconds"] = rng.uniform(1.0, 2.5 * ttl)
         elif action.kind is Kind.CLOCK:
             values["offset"] = rng.choice((3600.0, -3600.0, 0.0))
-        return _replaced(action, values)
-
-
-def _replaced(action: Action, values: dict[str, object]) -> Action:
-    from dataclasses import replace
-
-    return replace(action, **values)  # type: ignore[arg-type]
+        return replace(action, **values)  # type: ignore[arg-type]
 
 
 def told(schedule: Schedule) -> str:
     """For a person, and for whoever replays it."""
     plan = schedule.plan
-    lines = [
-        f"seed {schedule.seed}: {plan.nodes} nodes, at least {plan.min_nodes}, clocks {_told_clocks(schedule.clocks)}"
-    ]
+    wrong = ", ".join(f"node {node} {offset:+.0f} s" for node, offset in enumerate(schedule.clocks) if offset)
+    lines = [f"seed {schedule.seed}: {plan.nodes} nodes, at least {plan.min_nodes}, clocks {wrong or 'right'}"]
     for number, burst in enumerate(schedule.bursts):
         lines.append(f"  burst {number}: " + "; ".join(f"+{a.after:.1f} {a}" for a in burst))
     lines.append("  end: " + ("too few nodes" if schedule.too_few else "the workers finish"))
     return "\n".join(lines)
-
-
-def _told_clocks(clocks: Sequence[float]) -> str:
-    wrong = [f"node {node} {offset:+.0f} s" for node, offset in enumerate(clocks) if offset]
-    return ", ".join(wrong) or "right"
