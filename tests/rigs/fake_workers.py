@@ -36,8 +36,11 @@ class FakeWorkers:
     left: Any = ()
     own_ends: Any = ()
 
-    def __init__(self, round_index: int, layout: Any, excluding: Callable[[], Any] = set) -> None:
+    def __init__(
+        self, round_index: int, layout: Any, excluding: Callable[[], Any] = set, start_error: Exception | None = None
+    ) -> None:
         self.round, self.layout, self.excluding, self.evidence = round_index, layout, excluding, self
+        self.start_error = start_error
         self.argv: list[str] = []
         self.environments: list[Mapping[str, str]] = []
         self.graces: list[float] = []
@@ -74,6 +77,8 @@ class FakeWorkers:
         self.waits = True
 
     def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], **_how: object) -> None:
+        if self.start_error is not None:
+            raise self.start_error
         self.argv = argv
         self.environments = [environment(n, f"error{n}") for n in range(self.layout.local_world_size)]
 

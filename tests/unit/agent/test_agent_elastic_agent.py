@@ -62,12 +62,9 @@ class Meeting:
     """A rendezvous of `nodes` threads: a round is there when all have asked for it."""
 
     def __init__(self, nodes: int, make_store: type[MemoryRoundStore] = MemoryRoundStore) -> None:
-        self.nodes = nodes
-        self.make_store = make_store
-        self.version = -1
-        self.closed = False
+        self.nodes, self.make_store, self.store = nodes, make_store, make_store()
+        self.version, self.closed = -1, False
         self.asked: set[int] = set()
-        self.store = make_store()
         self.changed = threading.Condition()
 
 
@@ -94,9 +91,8 @@ class MemoryHandler:
                 meeting.asked.clear()
                 meeting.version += 1
                 meeting.store = meeting.make_store()
-                meeting.changed.notify_all()
-            else:
-                meeting.changed.notify_all()
+            meeting.changed.notify_all()
+            if meeting.asked:
                 assert meeting.changed.wait_for(lambda: meeting.closed or meeting.version > self.round, timeout=20)
             if meeting.closed:
                 raise ClosedError
@@ -214,29 +210,19 @@ def run_all(agents: list[ToyAgent]) -> list[Any]:
 
 def test_one_node_returns_values_by_global_rank() -> None:
     handler = MemoryHandler(Meeting(1), 0)
-    agent = ToyAgent(a_spec(handler), succeed)
-    assert agent.get_worker_group().state is WorkerState.INIT
-    result = agent.run()
+    agent = ToyAgent(a_spec(handler, role="trainer"), succeed)
+    group = agent.get_worker_group()
+    assert (group.state, group.store, group.group_rank, group.group_world_size) == (WorkerState.INIT, None, None, None)
+    assert [(w.local_rank, w.global_rank, w.id) for w in group.workers] == [(0, -1, None), (1, -1, None)]
+    result = agent.run("another role, which is ignored as torch does")
     assert not result.is_failed()
     assert (result[0], result[1]) == (0, 10)
-    assert agent.get_worker_group("default").state is WorkerState.SUCCEEDED
-    assert [worker.id for worker in agent.get_worker_group().workers] == ["toy-0", "toy-1"]
+    group = agent.get_worker_group("another")
+    assert (group.spec.role, group.state) == ("trainer", WorkerState.SUCCEEDED)
+    assert [worker.id for worker in group.workers] == ["toy-0", "toy-1"]
     assert handler.shut_down == 1
     with pytest.raises(UsageError, match="SUCCEEDED"):
         agent.run()
-
-
-def test_a_group_starts_with_no_ranks() -> None:
-    group = WorkerGroup(a_spec(MemoryHandler(Meeting(1), 0)))
-    assert group.state is WorkerState.INIT
-    assert (group.store, group.group_rank, group.group_world_size) == (None, None, None)
-    assert [(w.local_rank, w.global_rank, w.id) for w in group.workers] == [(0, -1, None), (1, -1, None)]
-
-
-def test_a_role_is_ignored_as_torch_does() -> None:
-    agent = ToyAgent(a_spec(MemoryHandler(Meeting(1), 0), role="trainer"), succeed)
-    assert agent.run("another").state is WorkerState.SUCCEEDED
-    assert agent.get_worker_group("another").spec.role == "trainer"
 
 
 def test_nodes_of_different_sizes_and_roles_get_contiguous_ranks() -> None:

@@ -24,11 +24,9 @@ class Sibling:
             [sys.executable, "-c", _PROGRAM, str(path), str(rank), str(size)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"started\n"
 
     def returns(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
         self.process.stdin.flush()
 

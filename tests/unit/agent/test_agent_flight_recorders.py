@@ -87,7 +87,6 @@ def test_who_listens_is_asked_and_waited_for(folder: Path, tmp_path: Path) -> No
     found = recorders(folder)
     found._began_ns = 0
     tail = found.read(3, tmp_path / "rank")
-    assert tail is not None
     assert {(track.backend, track.sequences) for track in tail.tracks} == {("gloo", (7,)), ("nccl", (7,))}
     kept = tmp_path / "rank" / "flight-recorder-3.json"
     assert kept.read_text() == DUMP

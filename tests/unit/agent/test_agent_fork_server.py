@@ -73,21 +73,13 @@ def test_the_environment_that_workers_share_has_nothing_of_one_rank_or_round() -
     assert {"RANK", "LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"} <= rest
     assert {"TORCHELASTIC_ERROR_FILE", "SLURM_PROCID", "SLURM_NTASKS"} <= rest
     assert not rest & shared.keys()
-    assert shared["HPC_ELASTIC_TAG"] == "t"
-    assert shared["OMP_NUM_THREADS"] == "1"
-    assert shared["LOCAL_WORLD_SIZE"] == "2"
-    assert shared["HOME"] == "/h"
+    given = {"HPC_ELASTIC_TAG": "t", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "HOME": "/h"}
+    assert {name: shared[name] for name in given} == given
 
 
-@pytest.mark.parametrize(
-    ("text", "method"),
-    [("spawn", StartMethod.SPAWN), ("fork", StartMethod.SPAWN), ("forkserver", StartMethod.FORKSERVER)],
-)
-def test_torchruns_start_methods(text: str, method: StartMethod) -> None:
-    assert parse_start_method(text, "--start-method") is method
-
-
-def test_other_start_methods_and_modules_are_refused() -> None:
+def test_torchruns_start_methods_and_lists_of_modules_and_no_others() -> None:
+    methods = [parse_start_method(text, "--start-method") for text in ("spawn", "fork", "forkserver")]
+    assert methods == [StartMethod.SPAWN, StartMethod.SPAWN, StartMethod.FORKSERVER]
     with pytest.raises(UsageError, match="spawn, forkserver"):
         parse_start_method("thread", "--start-method")
     assert parse_modules("auto, mine.models,auto", "--preload") == ("auto", "mine.models")

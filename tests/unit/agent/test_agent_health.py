@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpc_elastic.agent.health import (
@@ -99,34 +101,24 @@ def test_a_clock_is_warned_of_and_never_a_reason(least: float, most: float, word
 
 GOOD = GpuDevice(index=0, uuid="GPU-aa", uncorrectable=0, waits_for_reset=False, remap_failed=False)
 BAD = GpuDevice(index=1, uuid="GPU-bb", uncorrectable=3)
+TO_BE_RESET = "GPU 2 has to be reset (pages or rows of its memory are to be retired)"
+NOT_REPAIRED = "GPU 2's memory could not be repaired (row remapping failed)"
 
 
-@pytest.mark.parametrize(
-    ("device", "reason"),
-    [
-        (GOOD, ""),
-        (GpuDevice(index=0), ""),  # it has no such figures
-        (BAD, "GPU 1 has 3 uncorrectable ECC errors"),
-        (GpuDevice(index=2, uncorrectable=1), "GPU 2 has 1 uncorrectable ECC error"),
-        (
-            GpuDevice(index=2, waits_for_reset=True),
-            "GPU 2 has to be reset (pages or rows of its memory are to be retired)",
-        ),
-        (
-            GpuDevice(index=2, waits_for_reset=True, remap_failed=True),
-            "GPU 2's memory could not be repaired (row remapping failed)",
-        ),
-        (GpuDevice(index=2, error="GPU is lost"), "GPU 2: GPU is lost"),
-    ],
-)
-def test_a_gpu(device: GpuDevice, reason: str) -> None:
-    finding = judge_gpus(GpuFacts(devices=(device,)), given=None, visible=None, least_errors=1)
-    assert finding.reason == reason
+def gpu_2(**changes: Any) -> GpuFacts:
+    return GpuFacts(devices=(GpuDevice(index=2, **changes),))
 
 
 @pytest.mark.parametrize(
     ("facts", "given", "visible", "reason"),
     [
+        (GpuFacts(devices=(GOOD,)), None, None, ""),
+        (GpuFacts(devices=(GpuDevice(index=0),)), None, None, ""),  # it has no such figures
+        (GpuFacts(devices=(BAD,)), None, None, "GPU 1 has 3 uncorrectable ECC errors"),
+        (gpu_2(uncorrectable=1), None, None, "GPU 2 has 1 uncorrectable ECC error"),
+        (gpu_2(waits_for_reset=True), None, None, TO_BE_RESET),
+        (gpu_2(waits_for_reset=True, remap_failed=True), None, None, NOT_REPAIRED),
+        (gpu_2(error="GPU is lost"), None, None, "GPU 2: GPU is lost"),
         (GpuFacts(is_there=False), 4, "0,1,2,3", ""),  # AMD's, or a container without the library
         (GpuFacts(error="the driver is not loaded"), 4, None, "NVML does not work: the driver is not loaded"),
         (GpuFacts(error="the driver is not loaded"), 0, None, ""),

@@ -78,14 +78,6 @@ def test_which_filesystem_a_folder_is_on(tmp_path: Path, path: str, kind: str) -
     assert filesystem_type(path, mountinfo=str(tmp_path / "mountinfo")) == kind
 
 
-def test_the_folder_can_be_chosen(tmp_path: Path) -> None:
-    (tmp_path / "mountinfo").write_text("22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n")
-    env = {FOLDER_VARIABLE: str(tmp_path)}
-    folder = open_folder("x", env, mounts=str(tmp_path / "mountinfo"))
-    assert folder.path == tmp_path / f"{PREFIX}x"
-    folder.remove()
-
-
 def test_a_page_is_seen_by_processes_of_the_same_mounts(tmp_path: Path) -> None:
     page = tmp_path / "page"
     page.touch()
@@ -93,21 +85,23 @@ def test_a_page_is_seen_by_processes_of_the_same_mounts(tmp_path: Path) -> None:
     assert is_seen_by([os.getpid()], str(tmp_path / "none")), "not known"
 
 
-def test_memory_first_and_never_a_shared_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, local = tmp_path / "shared", tmp_path / "local"
-    shared.mkdir()
-    local.mkdir()
+def test_a_chosen_folder_then_memory_and_never_a_shared_filesystem(tmp_path: Path) -> None:
+    shared, local, chosen = tmp_path / "shared", tmp_path / "local", tmp_path / "chosen"
+    for path in (shared, local, chosen):
+        path.mkdir()
     mounts = tmp_path / "mounts"
     mounts.write_text(
         f"1 0 0:1 / {shared} rw - nfs4 s:/x rw\n2 0 0:2 / {local} rw - ext4 /dev/sda rw\n3 0 0:3 / / rw - nfs4 s:/ rw\n"
+        f"4 0 0:4 / {chosen} rw - ext4 /dev/sda rw\n"
     )
     env = {"XDG_RUNTIME_DIR": str(shared), "TMPDIR": str(local)}
-    folder = open_folder("x", env, mounts=str(mounts))
-    assert folder.path == local / f"{PREFIX}x"
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    for place, more in ((chosen, {FOLDER_VARIABLE: str(chosen)}), (local, {})):
+        folder = open_folder("x", env | more, mounts=str(mounts))
+        assert folder.path == place / f"{PREFIX}x"
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        folder.remove()
+        assert list(place.iterdir()) == []
     assert list(shared.iterdir()) == []
-    folder.remove()
-    assert list(local.iterdir()) == []
     assert next(iter(heartbeats.candidates({}))) == Path("/dev/shm")
 
 
@@ -153,7 +147,6 @@ def test_what_dead_agents_left_goes_and_what_living_ones_have_stays(
     with subprocess.Popen(
         [sys.executable, "-c", code, "alive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         (tmp_path / "somebody-elses").mkdir()
         folder = open_folder("mine", {})
@@ -164,7 +157,6 @@ def test_what_dead_agents_left_goes_and_what_living_ones_have_stays(
         ]
         process.communicate()
     folder.remove()
-    assert fcntl is not None
 
 
 def test_what_others_have_planted_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +221,6 @@ def test_a_round_begins_in_setup_and_has_files_of_its_own(folder: HeartbeatFolde
     again = RoundBeats(folder, round_index=4, first_rank=8, count=2, now=70.0)
     assert again.read(71.0)[0].count == 0
     again.remove()
-    assert folder.path is not None
     assert list(folder.path.iterdir()) == []
     assert again.read(72.0)[0].section == "setup", "a file that is gone says nothing"
 
@@ -274,7 +265,6 @@ def say(watch: HeartbeatWatch, clock: FakeClock, local_rank: int, count: int, **
 
 
 def until_due(watch: HeartbeatWatch, clock: FakeClock) -> None:
-    assert watch.due is not None
     clock.now += watch.due - clock.monotonic()
 
 
@@ -284,6 +274,8 @@ def test_a_hang_is_found_on_time_whatever_section_it_began_in(watch: HeartbeatWa
     clock.now += 3.0
     say(watch, clock, 0, 1, step=7)
     say(watch, clock, 1, 1, step=8)
+    assert watch.look([0, 1]) is None
+    assert [beat.count for beat in (watch.beat(0), watch.beat(1)) if beat] == [0, 0], "before it is due nothing is read"
     looks = 0
     verdict = None
     while verdict is None:
@@ -294,9 +286,7 @@ def test_a_hang_is_found_on_time_whatever_section_it_began_in(watch: HeartbeatWa
     assert looks <= 3
     assert verdict.ranks == (4,)
     assert watch.hung.keys() == {0}
-    mark = watch.mark
-    assert mark is not None
-    assert (mark.step, mark.age) == (7, pytest.approx(10.0))
+    assert (watch.mark.step, watch.mark.age) == (7, pytest.approx(10.0))
     assert (watch.furthest_step, watch.last_step(0), watch.last_step(1)) == (8, 7, 8)
     assert watch.look([0, 1]) is None, "one verdict a round"
 
@@ -322,15 +312,6 @@ def test_a_timeout_of_a_section_that_is_never_entered_is_said_once(
     clock.now += 100.0
     assert watch.look([0]) is None
     assert not caplog.records
-
-
-def test_before_it_is_due_nothing_is_read(watch: HeartbeatWatch, clock: FakeClock, folder: HeartbeatFolder) -> None:
-    say(watch, clock, 0, 1)
-    clock.now += 1.0
-    watch.look([0, 1])
-    beat = watch.beat(0)
-    assert beat is not None
-    assert beat.count == 0
 
 
 def test_a_worker_that_has_ended_is_not_judged(watch: HeartbeatWatch, clock: FakeClock) -> None:
@@ -426,11 +407,17 @@ def test_the_pace_is_that_of_the_last_minute() -> None:
     assert pace.steps_per_second == pytest.approx(3.0, rel=0.02), "looks in quick succession are one"
 
 
-def test_who_never_speaks_costs_no_file(watch: HeartbeatWatch, clock: FakeClock, summary: Path) -> None:
+def test_who_never_speaks_costs_no_file_and_at_the_end_the_folder_goes(
+    watch: HeartbeatWatch, clock: FakeClock, folder: HeartbeatFolder, summary: Path
+) -> None:
     until_due(watch, clock)
     watch.look([0, 1])
     watch.refresh()
     assert not summary.exists()
+    path = Path(str(folder.path))
+    watch.close()
+    assert not path.exists()
+    assert watch.due is None
 
 
 def test_what_the_kernel_shows_is_written_as_it_changes(watch: HeartbeatWatch, clock: FakeClock, summary: Path) -> None:
@@ -443,9 +430,7 @@ def test_what_the_kernel_shows_is_written_as_it_changes(watch: HeartbeatWatch, c
             written.append(json.loads(summary.read_text())["progress"]["resting"])
             summary.unlink()
     assert written == [0.0, 80.0, 0.0]
-    progress = watch.progress()
-    assert progress is not None
-    assert progress.source is ProgressSource.KERNEL
+    assert watch.progress().source is ProgressSource.KERNEL
 
 
 def collect(watch: HeartbeatWatch, clock: FakeClock, local_rank: int, done: int, *, is_final: bool = False) -> None:
@@ -465,7 +450,6 @@ def test_collectives_are_progress_where_no_step_is_known(
     clock.now += 3.0
     watch.refresh()
     progress = watch.progress()
-    assert progress is not None
     assert (progress.source, progress.counted_steps) == (ProgressSource.COLLECTIVES, 12)
     ranks = json.loads(summary.read_text())["ranks"]
     assert [(beat["counted_steps"], beat["source"], beat["age"], beat["section"]) for beat in ranks] == [
@@ -536,9 +520,3 @@ def test_a_round_that_begins_at_the_first_step_again_is_warned_about_once(
     assert [len(lines) for lines in warned] == [1, 0, 0, 0, 1], "where rank 0 is, once"
     assert "training began at step 0 again, after step 152 of an earlier round" in warned[0][0]
     assert "training began at step 1 again, after step 170 of an earlier round" in warned[4][0]
-
-
-def test_at_the_end_the_folder_goes(watch: HeartbeatWatch, folder: HeartbeatFolder, tmp_path: Path) -> None:
-    watch.close()
-    assert not (tmp_path / "beats").exists()
-    assert watch.due is None

@@ -1,4 +1,4 @@
-""""""
+"""The figures of a run, as Prometheus reads them from a file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.rigs.fake_clock import FakeClock
 
 
 def test_prometheus_reads_the_newest_values_and_one_state(tmp_path: Path) -> None:
-    path = tmp_path / "hpc.prom"
-    sink = PrometheusMetrics(path, labels={"host": 'a"b'})
+    path = tmp_path / 'a"b.prom'
+    assert open_metrics(None, labels={}) is None
+    sink = open_metrics(parse_metrics(f"prometheus:{tmp_path}/{{host}}.prom"), labels={"host": 'a"b'})
     for state in ("init", "healthy"):
         sink.put(f"workers.my.role.{state}", 1)
     sink.put("workers.my.role.remaining_restarts", 3)
@@ -30,7 +31,7 @@ def test_prometheus_reads_the_newest_values_and_one_state(tmp_path: Path) -> Non
     assert 'hpc_elastic_workers_state{host="a\\"b",role="my.role",state="init"} 0' in lines
     assert lines.count("# TYPE hpc_elastic_workers_state gauge") == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o644, "the collector is another user"
-    assert [other.name for other in tmp_path.iterdir()] == ["hpc.prom"]
+    assert [other.name for other in tmp_path.iterdir()] == ['a"b.prom']
 
 
 def test_a_disk_that_refuses_raises_nothing_and_is_logged_once(
@@ -41,13 +42,6 @@ def test_a_disk_that_refuses_raises_nothing_and_is_logged_once(
         sink.put("workers.default.healthy", 1)
     (message,) = caplog.messages
     assert str(tmp_path / "no" / "x.prom") in message
-
-
-def test_the_option(tmp_path: Path) -> None:
-    assert open_metrics(None, labels={}) is None
-    sink = open_metrics(parse_metrics(f"prometheus:{tmp_path}/{{host}}.prom"), labels={"host": "n7"})
-    sink.put("workers.default.healthy", 1)
-    assert (tmp_path / "n7.prom").exists()
 
 
 def test_while_a_disk_hangs_the_newest_state_waits(tmp_path: Path) -> None:

@@ -111,18 +111,15 @@ def test_a_group_of_some_ranks_is_named_by_the_ranks_of_the_run() -> None:
         processes={0: ("10.0.0.2", 102), 1: ("10.0.0.2", 103)},
     )
     found = after(*[[world(n, n, n, n), tp] for n in range(7)])
-    assert found is not None
     assert found.hang.ranks == (3,)
     assert "rank 3 on n1 has launched AllGather up to #6, 1 other up to #7" in found.hang.reason
     alone = after(*[[tp]] * 7)  # the ranks of this run share no communicator: only the process is known
-    assert alone is not None
     assert alone.hang.ranks == ()
     assert "rank 1 of 2 (process 103 on 10.0.0.2) has launched AllGather up to #6" in alone.hang.reason
 
 
 def test_two_that_do_not_answer_are_both_named() -> None:
     found = after(*WORKS, *[[world(9, 9, 9, 9, missing=(1, 3))]] * 6)
-    assert found is not None
     assert found.hang.ranks == (1, 3)
     assert "rank 1 on n0 does not answer NCCL's RAS: its process is stopped or gone; rank 3 on n1" in found.hang.reason
 
@@ -183,7 +180,6 @@ def test_a_straggler_is_a_suspicion_once_and_none_when_it_goes_on(tmp_path: Path
         counts[:] = [9, 9, 8, 9]
         (found,) = scene.minutes(10)
         assert (found.source, found.ranks) == (Source.NCCL, (2,))
-        assert scene.shown is not None
         assert (scene.shown.reason, scene.shown.ranks) == (found.reason, (2,))
         assert "rank 2 on n1 has launched AllReduce up to #8, 3 others up to #9" in found.reason
         assert not scene.workers.asked

@@ -208,6 +208,10 @@ class Play:
         self.script.steps = (partial(self._is_in, step) if isinstance(step, Phase) else step for step in steps)
         return self.agent.run()
 
+    def made(self, steps: Sequence[Any]) -> list[Step]:
+        """Steps of a table, where one may be a function of the play."""
+        return [step(self) if isinstance(step, FunctionType) else step for step in steps]
+
     # -- steps
 
     def worker(self, then: Sequence[Any] = (), **facts: Any) -> Callable[[], list[Any]]:
@@ -245,6 +249,9 @@ class Play:
         return [fields for event, fields in self.events if event == name][-1]
 
 
+MakePlay = Callable[..., Play]
+
+
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Play]]:
     always_ready = os.eventfd(1)
@@ -268,15 +275,8 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         script = Script(said, always_ready)
 
         def make_workers(site: GroupSite, **kinds: Any) -> FakeWorkers:
-            workers = FakeWorkers(site.round, site.layout, kinds["excluding"])
-            if start_error is not None:
-
-                def refuse(*_: Any, **__: Any) -> None:
-                    raise start_error
-
-                workers.start = refuse  # type: ignore[method-assign]
-            made.append(workers)
-            return workers
+            made.append(FakeWorkers(site.round, site.layout, kinds["excluding"], start_error))
+            return made[-1]
 
         monkeypatch.setattr(local_workers, "LocalWorkers", make_workers)
         monkeypatch.setattr(rounds, "torch_available", lambda python: True)
@@ -316,7 +316,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     os.close(never_ready)
 
 
-def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
+def test_a_run_that_succeeds(play: MakePlay) -> None:
     p = play()
     assert p.agent.state is WorkerState.INIT
     begins = [[START], Phase.JOINING, [frozen()], Phase.READY, [final()], Phase.RUNNING]
@@ -333,7 +333,7 @@ def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
     assert p.server.calls[-1] == "close"
 
 
-def test_what_was_decided_while_it_left_is_told_too(play: Callable[..., Play]) -> None:
+def test_what_was_decided_while_it_left_is_told_too(play: MakePlay) -> None:
     p = play()
     p.script.last_words = [RunClosed(round=0, outcome="failed", reason="SIGINT on n0"), closed()]
     p.signals.append(signal.SIGINT)
@@ -341,7 +341,7 @@ def test_what_was_decided_while_it_left_is_told_too(play: Callable[..., Play]) -
     assert p.event("closed")["reason"] == "SIGINT on n0"
 
 
-def test_who_is_not_the_first_confirms_without_a_port(play: Callable[..., Play]) -> None:
+def test_who_is_not_the_first_confirms_without_a_port(play: MakePlay) -> None:
     p = play()
     members = (Member(OTHER, 1, 1), Member(ME, 0, 2))
     p.run([frozen(members=members)], [final(members=members)], [closed()])
@@ -367,7 +367,7 @@ class ColdServer(ForkServer):
 
 
 def test_a_cold_agent_waits_for_a_late_record_before_it_asks_to_join(
-    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+    play: MakePlay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would end a round that goes on, for workers that then wait for the import."""
     p = play(parts=[ColdServer()])
@@ -388,15 +388,14 @@ OLDER = Member("00000-n0-0000000000000004-cccc", 0, 2)
 @pytest.mark.parametrize(
     ("steps", "said", "started", "stops"),
     [
-        # A new coordinator in a frozen round: a second bind would give the workers' TCPStore a port that nobody knows.
-        (
+        pytest.param(
             [[frozen()], [frozen(term=2, leader=OTHER)], Phase.READY, [final(term=2)], [final(term=3)], Phase.RUNNING],
             "join confirm0",
             [0],
             1,
+            id="a second bind would give the workers' TCPStore a port that nobody knows",
         ),
-        # A round that was given up before it was final; what was between 1 and 2 was not seen.
-        (
+        pytest.param(
             [
                 *([frozen(0)], [joinable(1)], Phase.JOINING),
                 *([frozen(1)], [frozen(2)], Phase.READY, [final(2)], Phase.RUNNING),
@@ -404,14 +403,24 @@ OLDER = Member("00000-n0-0000000000000004-cccc", 0, 2)
             "join confirm0 join confirm1 join confirm2",
             [2],
             1,
+            id="a round given up before it was final, and one not seen",
         ),
-        # A final round without this node; an older agent of this node in the record.
-        ([[frozen(members=BOTH[1:])], [final(members=BOTH[1:])], Phase.JOINING], "join", [], 0),
-        ([[final(members=(OLDER, BOTH[1]))], Phase.JOINING], "join", [], 0),
-        # Others broke the round: no report of workers that this agent ended.
-        ([*RUNNING, ended_by_agent, [], [], Phase.JOINING], "join confirm0 join", [0], 1),
-        # Its workers are done, and a later failure breaks the round.
-        (
+        pytest.param(
+            [[frozen(members=BOTH[1:])], [final(members=BOTH[1:])], Phase.JOINING],
+            "join",
+            [],
+            0,
+            id="a final round without this node",
+        ),
+        pytest.param([[final(members=(OLDER, BOTH[1]))], Phase.JOINING], "join", [], 0, id="with its older agent"),
+        pytest.param(
+            [*RUNNING, ended_by_agent, [], [], Phase.JOINING],
+            "join confirm0 join",
+            [0],
+            1,
+            id="others broke the round: no report of workers that this agent ended",
+        ),
+        pytest.param(
             [
                 *(*RUNNING, lambda p: p.finish, [], [], Phase.DONE),
                 *([joinable(1)], [], [], [], Phase.JOINING, [frozen(1)], [final(1)], Phase.RUNNING),
@@ -419,21 +428,22 @@ OLDER = Member("00000-n0-0000000000000004-cccc", 0, 2)
             "join confirm0 report_done join confirm1",
             [0, 1],
             1,
+            id="a later failure breaks a round whose workers are done here",
         ),
-        # Second and third newer rounds while workers end.
-        (
+        pytest.param(
             [*RUNNING, lambda p: p.worker([joinable(1)], looks_to_stop=5), [joinable(2)], [joinable(3)], *[[]] * 5],
             "join confirm0 join",
             [0],
             1,
+            id="more rounds while workers end",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_records_decide_what_is_said_started_and_stopped(
-    play: Callable[..., Play], steps: list[Any], said: str, started: list[int], stops: int
+    play: MakePlay, steps: list[Any], said: str, started: list[int], stops: int
 ) -> None:
     p = play()
-    p.run(*(step(p) if isinstance(step, FunctionType) else step for step in steps), [closed()])
+    p.run(*p.made(steps), [closed()])
     words = [word + str(*args[:1]) * (word == "confirm") for word, args in p.said.words if word != "await_end"]
     assert words == [*said.split(), "deregister"]
     assert p.server.calls.count("bind") == said.count("confirm")
@@ -441,7 +451,7 @@ def test_the_records_decide_what_is_said_started_and_stopped(
     assert [event for event, _ in p.events].count("workers_stopping") == stops
 
 
-def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Callable[..., Play]) -> None:
+def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: MakePlay) -> None:
     p = play()
 
     def told_at_once() -> list[Any]:
@@ -463,7 +473,7 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Call
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[..., Play], number: signal.Signals) -> None:
+def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: MakePlay, number: signal.Signals) -> None:
     p = play(cluster="local")
     more = p.signal(number), p.signal(number), p.signal(signal.SIGTERM)
     code = p.run(*RUNNING, p.worker(looks_to_stop=3), *more, [closed(Outcome.CANCELLED)])
@@ -474,9 +484,7 @@ def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[...,
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
-    play: Callable[..., Play], number: signal.Signals
-) -> None:
+def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(play: MakePlay, number: signal.Signals) -> None:
     """A SIGTERM may be the beginning of a preemption's grace time: the workers run on, and may save."""
     p = play(kill_wait=30.0)
     code = p.run(
@@ -499,7 +507,7 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
     assert p.workers[0].graces == [pytest.approx(30.0 if number is signal.SIGUSR2 else 24.0)]
 
 
-def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_time(play: Callable[..., Play]) -> None:
+def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_time(play: MakePlay) -> None:
     p = play(kill_wait=30.0, shutdown_timeout=30.0)
     long, short = (
         RunNotice("SIGUSR2 on n1", 85.0, left=120.0),
@@ -522,7 +530,7 @@ def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_
     assert p.workers[0].graces == [pytest.approx(10 - 5 - 2)]
 
 
-def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
+def test_nobody_says_what_a_sigterm_means(play: MakePlay) -> None:
     p = play(kill_wait=30.0)
     code = p.run(*RUNNING, p.signal(signal.SIGTERM), p.wait(3.9), Phase.RUNNING, p.wait(0.2), Phase.LEAVING)
     assert code == 128 + signal.SIGTERM
@@ -532,9 +540,7 @@ def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
 
 
 @pytest.mark.parametrize(("cluster", "asked"), [("local", 0.0), ("slurm", 4.1)])
-def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(
-    play: Callable[..., Play], cluster: str, asked: float
-) -> None:
+def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(play: MakePlay, cluster: str, asked: float) -> None:
     """Under Slurm where no supervisor says what it means."""
     p = play(cluster=cluster)
     code = p.run(
@@ -548,34 +554,50 @@ def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(
     assert code == 0, "it did what it was asked to do"
 
 
-def test_a_cancel_that_comes_while_workers_are_stopped_shortens_their_grace(play: Callable[..., Play]) -> None:
-    p = play(kill_wait=10.0)
-    p.run(*RUNNING, p.worker(looks_to_stop=4), [closed(Outcome.FAILED)], p.signal(signal.SIGTERM))
-    assert p.workers[0].graces == [30.0, 8.0]
+CANCELLED = closed(Outcome.CANCELLED)
+
+
+def sigterm(p: Play) -> Step:
+    return p.signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
-    ("kill_wait", "by_slurm", "grace"),
-    [(None, True, 30.0), (10.0, True, 8.0), (10.0, False, 30.0), (1.0, True, 0.5), (100.0, True, 30.0)],
+    ("kill_wait", "steps", "graces"),
+    [
+        pytest.param(None, [sigterm, [CANCELLED]], [30.0], id="the run's own"),
+        pytest.param(10.0, [sigterm, [CANCELLED]], [8.0], id="what KillWait leaves"),
+        pytest.param(10.0, [[CANCELLED]], [30.0], id="no signal of Slurm's: KillWait has not begun"),
+        pytest.param(1.0, [sigterm, [CANCELLED]], [0.5], id="a short KillWait"),
+        pytest.param(100.0, [sigterm, [CANCELLED]], [30.0], id="a long KillWait"),
+        pytest.param(
+            10.0,
+            [lambda p: p.worker(looks_to_stop=4), [closed(Outcome.FAILED)], sigterm],
+            [30.0, 8.0],
+            id="a cancel while they are stopped",
+        ),
+        # The job has to be requeued before Slurm ends it: where a preemption cancels, it would be lost.
+        pytest.param(
+            None,
+            [
+                [final(number=2, notice=RunNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0))],
+                lambda p: p.wait(6.0),
+                [closed(Outcome.PREEMPTED)],
+            ],
+            [2.0],
+            id="what a notice leaves",
+        ),
+    ],
 )
-def test_the_grace_is_never_more_than_slurm_leaves(
-    play: Callable[..., Play], kill_wait: float | None, by_slurm: bool, grace: float
+def test_the_grace_is_never_more_than_slurm_or_a_notice_leaves(
+    play: MakePlay, kill_wait: float | None, steps: list[Any], graces: list[float]
 ) -> None:
     p = play(kill_wait=kill_wait)
-    p.run(*RUNNING, *([p.signal(signal.SIGTERM)] if by_slurm else []), *[[closed(Outcome.CANCELLED)]] * 2)
-    assert p.workers[0].graces[0] == grace
-
-
-def test_the_grace_is_never_more_than_a_notice_leaves(play: Callable[..., Play]) -> None:
-    """The job has to be requeued before Slurm ends it: where a preemption cancels, it would be lost."""
-    p = play()
-    notice = RunNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0)
-    p.run([frozen()], [final(notice=notice)], p.wait(6.0), [closed(Outcome.PREEMPTED)])
-    assert p.workers[0].graces == [2.0]
+    p.run(*RUNNING, *p.made(steps))
+    assert p.workers[0].graces == graces
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_workers_whose_round_went_on_without_them_are_killed_at_once(play: Callable[..., Play], is_over: bool) -> None:
+def test_workers_whose_round_went_on_without_them_are_killed_at_once(play: MakePlay, is_over: bool) -> None:
     p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
     watch.is_round_over, watch.due = is_over, None
     p.run(*RUNNING, [joinable(2)], [closed()])
@@ -592,9 +614,7 @@ NEWER = Member("00000-n0-0000000000000006-cccc", 0, 2)
         (frozen(1, (NEWER,)), "a newer agent runs on this node"),
     ],
 )
-def test_a_store_that_can_not_be_used_or_a_newer_agent_ends_this_one(
-    play: Callable[..., Play], heard: Any, reason: str
-) -> None:
+def test_a_store_that_can_not_be_used_or_a_newer_agent_ends_this_one(play: MakePlay, heard: Any, reason: str) -> None:
     p = play()
     assert p.run(*RUNNING, [heard]) == 1
     assert p.workers[0].graces, "and its workers first"
@@ -602,7 +622,7 @@ def test_a_store_that_can_not_be_used_or_a_newer_agent_ends_this_one(
     assert "close" not in p.said.all()
 
 
-def test_a_master_port_that_is_taken_ends_the_run_with_its_reason(play: Callable[..., Play]) -> None:
+def test_a_master_port_that_is_taken_ends_the_run_with_its_reason(play: MakePlay) -> None:
     p = play(master_port=29500)
     p.server.refusal = MasterPortTakenError(address="n0", port=29500, reason="in use")
     p.run([frozen()], Phase.READY, [closed(Outcome.FAILED)])
@@ -619,9 +639,7 @@ def test_a_master_port_that_is_taken_ends_the_run_with_its_reason(play: Callable
         OSError(errno.EIO, "Input/output error"),
     ],
 )
-def test_workers_that_can_not_be_started_are_a_failure_with_evidence(
-    play: Callable[..., Play], error: Exception
-) -> None:
+def test_workers_that_can_not_be_started_are_a_failure_with_evidence(play: MakePlay, error: Exception) -> None:
     p = play(start_error=error)
     p.run(*RUNNING, [], [], Phase.JOINING, [closed(Outcome.FAILED)])
     assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "deregister"]
@@ -629,35 +647,28 @@ def test_workers_that_can_not_be_started_are_a_failure_with_evidence(
     assert "serve" not in p.server.calls
 
 
-def test_a_node_that_lacks_what_workers_run_leaves_and_the_supervisor_judges_by_how_many_do(
-    play: Callable[..., Play],
-) -> None:
+def test_a_node_that_lacks_what_workers_run_leaves_and_the_supervisor_judges_by_how_many_do(play: MakePlay) -> None:
     p = play(start_error=WorkerStartError(command="python9", cwd="/", errno=errno.ENOENT, reason="no such file"))
     assert p.run(*RUNNING, [], []) == 2
     assert p.said.all() == ["join", "confirm", "deregister"]
-    assert p.agent._unfit is not None
     assert p.agent._unfit.reason == "cannot start 'python9': no such file"
 
 
-def test_a_lost_store_of_the_workers_is_told_as_the_machines_failure(play: Callable[..., Play]) -> None:
+@pytest.mark.parametrize("is_felt_first", [False, True])
+def test_a_lost_store_of_the_workers_is_told_as_the_machines_failure(play: MakePlay, is_felt_first: bool) -> None:
+    """Also where a worker felt it first, and the workers are being stopped."""
     p = play()
     p.server.failure = "the process ended"
-    p.run(*RUNNING, p.lose_store, [], [], [], Phase.JOINING, [closed(Outcome.FAILED)])
-    _, summed = p.said.last("sum_up_failures")
-    assert (summed.failure_class, summed.fingerprint) == ("infrastructure", "")
-    assert "the workers' TCPStore is gone: the process ended" in summed.message
+    felt = [p.worker(failed=True, news=True, looks_to_stop=4), [], Phase.STOPPING] * is_felt_first
+    p.run(*RUNNING, *felt, p.lose_store, *[[]] * 4, Phase.JOINING, [closed(Outcome.FAILED)])
+    reason = "the workers' TCPStore is gone: the process ended"
+    assert [fields for event, fields in p.events if event == "platform_failure"] == [{"round": 0, "reason": reason}]
+    if not is_felt_first:
+        _, summed = p.said.last("sum_up_failures")
+        assert (summed.failure_class, summed.fingerprint, summed.message) == ("infrastructure", "", reason)
 
 
-def test_a_lost_store_is_told_also_where_a_worker_felt_it_first(play: Callable[..., Play]) -> None:
-    p = play()
-    p.server.failure = "the process ended"
-    felt = p.worker(failed=True, news=True, looks_to_stop=4)
-    p.run(*RUNNING, felt, [], Phase.STOPPING, p.lose_store, *[[]] * 4, Phase.JOINING, [closed(Outcome.FAILED)])
-    told = [fields for event, fields in p.events if event == "platform_failure"]
-    assert told == [{"round": 0, "reason": "the workers' TCPStore is gone: the process ended"}]
-
-
-def test_a_process_that_nothing_ends_is_not_waited_for_again(play: Callable[..., Play]) -> None:
+def test_a_process_that_nothing_ends_is_not_waited_for_again(play: MakePlay) -> None:
     p = play()
     stuck = p.worker([joinable(1)], left=(Survivor(pid=99, name="python", state="D", why="in the kernel"),))
     p.run(*RUNNING, stuck, [], [], [frozen(1)], [final(1)], [closed()])
@@ -665,7 +676,7 @@ def test_a_process_that_nothing_ends_is_not_waited_for_again(play: Callable[...,
     assert p.workers[1].excluded[0] == {77, 99}
 
 
-def test_the_loop_never_meets_an_illegal_event(play: Callable[..., Play]) -> None:
+def test_the_loop_never_meets_an_illegal_event(play: MakePlay) -> None:
     """Every record in every phase: what must be ignored is ignored."""
     records = [
         *(kind(round_index) for kind in (joinable, frozen, final) for round_index in (0, 1, 5)),
@@ -699,7 +710,7 @@ def test_the_loop_never_meets_an_illegal_event(play: Callable[..., Play]) -> Non
     ],
 )
 def test_the_end_is_this_agents_where_no_process_has_claimed_it(
-    play: Callable[..., Play],
+    play: MakePlay,
     monkeypatch: pytest.MonkeyPatch,
     heard: list[RunEvent],
     codes: list[int | None],
@@ -718,18 +729,21 @@ def test_the_end_is_this_agents_where_no_process_has_claimed_it(
     assert tried == tries
 
 
-def test_a_superseded_attempt_is_finished_by_the_one_that_supersedes_it(play: Callable[..., Play]) -> None:
+@pytest.mark.parametrize(
+    ("signals", "outcome", "asks"),
+    [
+        pytest.param([], Outcome.SUPERSEDED, False, id="the attempt that supersedes it finishes it"),
+        # ``scancel --batch`` kills the supervisor at once, and the agents after KillWait.
+        pytest.param([signal.SIGTERM], Outcome.CANCELLED, True, id="Slurm ends it: does the supervisor live?"),
+    ],
+)
+def test_an_agent_asks_which_process_finishes_the_attempt(
+    play: MakePlay, signals: list[signal.Signals], outcome: Outcome, asks: bool
+) -> None:
     p = play()
-    p.run([START], [closed(Outcome.SUPERSEDED)])
-    assert p.said.all("await_end") == []
-
-
-def test_an_agent_that_slurm_ends_looks_whether_the_supervisor_lives(play: Callable[..., Play]) -> None:
-    """``scancel --batch`` kills it at once, and the agents after KillWait."""
-    p = play()
-    p.signals.append(signal.SIGTERM)
-    p.run([START], [closed(Outcome.CANCELLED)])
-    assert p.said.all("await_end") != []
+    p.signals += signals
+    p.run([START], [closed(outcome)])
+    assert bool(p.said.all("await_end")) is asks
 
 
 # -- hangs
@@ -776,7 +790,7 @@ class Scale(Part):
         return found
 
 
-def test_a_part_ends_a_worker_as_a_failure_and_adds_to_its_environment(play: Callable[..., Play]) -> None:
+def test_a_part_ends_a_worker_as_a_failure_and_adds_to_its_environment(play: MakePlay) -> None:
     scale = Scale()
     p = play(parts=[scale])
     condemned = Condemned(reason="rank 1: too heavy", failure_class=FailureClass.ROOT, ranks={1: "too heavy"})
@@ -786,7 +800,7 @@ def test_a_part_ends_a_worker_as_a_failure_and_adds_to_its_environment(play: Cal
     assert p.workers[0].environments[0]["SCALE"] == "/bin"
 
 
-def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[..., Play]) -> None:
+def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: MakePlay) -> None:
     p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
 
     def hang() -> None:
@@ -827,7 +841,7 @@ def of_kernel(**changes: Any) -> Hang:
     return replace(Hang(source=Source.KERNEL, reason="no rank of 4 …", ranks=(3,), seconds=300.0), **changes)
 
 
-def test_a_hang_that_is_observed_ends_nothing(play: Callable[..., Play]) -> None:
+def test_a_hang_that_is_observed_ends_nothing(play: MakePlay) -> None:
     p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
     hang = partial(setattr, watch, "verdict", of_kernel())
     p.run(*RUNNING, hang, p.shows(stopping=False), [closed(Outcome.FAILED)])
@@ -835,9 +849,7 @@ def test_a_hang_that_is_observed_ends_nothing(play: Callable[..., Play]) -> None
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_hang_of_another_nodes_rank_is_declared_and_charged_to_none_here(
-    play: Callable[..., Play], is_done: bool
-) -> None:
+def test_a_hang_of_another_nodes_rank_is_declared_and_charged_to_none_here(play: MakePlay, is_done: bool) -> None:
     """Also by a node whose own workers have all ended with 0."""
     p = play(hangs=HangSettings(action=OnHang.ACT), watch=(watch := Watch(FakeClock())))
 
@@ -861,28 +873,29 @@ def test_a_hang_of_another_nodes_rank_is_declared_and_charged_to_none_here(
 
 
 @pytest.mark.parametrize(
-    ("round_index", "hang", "is_taken"),
+    ("breaks", "took_stacks", "wants_look"),
     [
-        (1, None, False),
-        (1, HangMark(7, 60.0), True),
-        (2, HangMark(7, 60.0), False),  # what was between was not seen: these workers are ended for another reason
+        pytest.param(joinable(1), False, False, id="a failure elsewhere"),
+        pytest.param(joinable(1, symptoms=True), False, True, id="a symptom elsewhere gives the workers a moment"),
+        pytest.param(joinable(1, hang=HangMark(7, 60.0)), True, False, id="a hang elsewhere has the stacks taken"),
+        pytest.param(joinable(2, hang=HangMark(7, 60.0)), False, False, id="a hang of another round does not"),
     ],
 )
-def test_a_hang_elsewhere_has_the_stacks_taken_here(
-    play: Callable[..., Play], round_index: int, hang: HangMark | None, is_taken: bool
+def test_what_broke_the_round_elsewhere_decides_what_is_looked_at_here(
+    play: MakePlay, breaks: RoundRecord, took_stacks: bool, wants_look: bool
 ) -> None:
     p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
-    stopping = p.shows(stopping=True, took_stacks=is_taken)
-    p.run(*RUNNING, [joinable(round_index, hang=hang)], stopping, [], [], [closed(Outcome.FAILED)])
+    stopping = p.shows(stopping=True, took_stacks=took_stacks, wants_look=wants_look)
+    p.run(*RUNNING, [breaks], stopping, [], [], [closed(Outcome.FAILED)])
     marked = [call for call in watch.calls if isinstance(call, tuple)]
-    assert marked == ([("on_hang", hang, [0, 1])] if is_taken else [])
-    assert [name for name, _ in p.events if name == "stacks_taken"] == (["stacks_taken"] if is_taken else [])
+    assert marked == [("on_hang", breaks.hang, [0, 1])] * took_stacks
+    assert [name for name, _ in p.events if name == "stacks_taken"] == ["stacks_taken"] * took_stacks
 
 
 SYMPTOM = failure(failure_class=FailureClass.SYMPTOM)
 
 
-def test_where_only_a_symptom_is_known_the_workers_get_a_moment_on_all_nodes(play: Callable[..., Play]) -> None:
+def test_where_only_a_symptom_is_known_the_workers_get_a_moment_on_all_nodes(play: MakePlay) -> None:
     p = play()
 
     def reported() -> list[Any]:
@@ -899,13 +912,13 @@ def test_where_only_a_symptom_is_known_the_workers_get_a_moment_on_all_nodes(pla
     assert (rank["doing"], rank["call"], rank["failed"]) == ("collective", "all_reduce", True)
 
 
-def test_a_cause_that_is_known_elsewhere_ends_the_moment(play: Callable[..., Play]) -> None:
+def test_a_cause_that_is_known_elsewhere_ends_the_moment(play: MakePlay) -> None:
     p = play()
     fails = p.fall(SYMPTOM, has_symptoms_only=True, looks_to_stop=5)
     p.run(*RUNNING, fails, [joinable(1)], p.shows(moment_ended=True), *[[]] * 5, [closed(Outcome.FAILED)])
 
 
-def test_the_sockets_of_the_workers_are_looked_at_when_that_is_due(play: Callable[..., Play]) -> None:
+def test_the_sockets_of_the_workers_are_looked_at_when_that_is_due(play: MakePlay) -> None:
     p = play()
     p.run(*RUNNING, p.worker(sockets=SimpleNamespace(due=0.0)), [], [closed(Outcome.FAILED)], [], [])
     assert p.workers[0].socket_looks == 1
@@ -913,7 +926,7 @@ def test_the_sockets_of_the_workers_are_looked_at_when_that_is_due(play: Callabl
 
 @pytest.mark.parametrize("symptoms", [False, True])
 def test_a_node_whose_workers_have_ended_gives_their_sockets_where_others_have_symptoms(
-    play: Callable[..., Play], symptoms: bool
+    play: MakePlay, symptoms: bool
 ) -> None:
     p = play()
 
@@ -923,17 +936,8 @@ def test_a_node_whose_workers_have_ended_gives_their_sockets_where_others_have_s
         p.workers[0].finish()
 
     p.run(*RUNNING, ends, [], [], [joinable(1, symptoms=symptoms)], [], [closed(Outcome.FAILED)])
-    seen = [fields for name, fields in p.events if name == "ranks_observed"]
-    assert [(one["network"], one["sockets"]) for one in seen] == [
-        ("n", [{"rank": 0, "ends": [["10.0.0.7", "4711"]]}])
-    ] * symptoms
-
-
-@pytest.mark.parametrize("symptoms", [False, True])
-def test_a_symptom_elsewhere_gives_the_workers_here_a_moment(play: Callable[..., Play], symptoms: bool) -> None:
-    p = play()
-    stopping = p.shows(stopping=True, wants_look=symptoms)
-    p.run(*RUNNING, [joinable(1, symptoms=symptoms)], stopping, [], [], [closed(Outcome.FAILED)])
+    seen = [(fields["network"], fields["sockets"]) for name, fields in p.events if name == "ranks_observed"]
+    assert seen == [("n", [{"rank": 0, "ends": [["10.0.0.7", "4711"]]}])] * symptoms
 
 
 LACKS = failure(
@@ -941,30 +945,28 @@ LACKS = failure(
 )
 
 
+@pytest.mark.parametrize("breaks_elsewhere", [False, True])
 def test_what_may_be_missing_on_this_node_alone_is_reported_after_a_moment_for_the_others(
-    play: Callable[..., Play],
+    play: MakePlay, breaks_elsewhere: bool
 ) -> None:
+    """A round that breaks elsewhere ends the moment."""
     p = play()
 
-    def waits() -> None:
+    def waits() -> list[RoundRecord]:
         p.shows(waits=True, stopping=False)()
         assert not p.said.all("report_failure")
-        p.wait(moment_after(p.workers[0].seconds))()
+        if not breaks_elsewhere:
+            p.wait(moment_after(p.workers[0].seconds))()
+        return [joinable(1)] * breaks_elsewhere
 
-    def reported() -> None:
+    def ends() -> None:
         p.shows(stopping=True)()
-        assert p.said.all("report_failure")
+        assert bool(p.said.all("report_failure")) is not breaks_elsewhere
 
-    p.run(*RUNNING, p.fall(LACKS, early=LACKS), waits, reported, [], [], [closed(Outcome.FAILED)])
-
-
-def test_a_round_that_breaks_elsewhere_ends_the_moment(play: Callable[..., Play]) -> None:
-    p = play()
-    fails = p.fall(LACKS, early=LACKS)
-    p.run(*RUNNING, fails, [joinable(1)], p.shows(stopping=True), [], [], [closed(Outcome.FAILED)])
+    p.run(*RUNNING, p.fall(LACKS, early=LACKS), waits, ends, [], [], [closed(Outcome.FAILED)])
 
 
-def test_an_agent_leaves_whose_node_is_in_no_further_round(play: Callable[..., Play]) -> None:
+def test_an_agent_leaves_whose_node_is_in_no_further_round(play: MakePlay) -> None:
     p = play()
     members = (Member(OTHER, 1, 1),)
     p.said.record = None
@@ -973,7 +975,7 @@ def test_an_agent_leaves_whose_node_is_in_no_further_round(play: Callable[..., P
     assert p.event("agent_ended")["reason"] == ALL_ALIKE
 
 
-def test_the_port_is_opened_to_the_members_before_it_is_told(play: Callable[..., Play]) -> None:
+def test_the_port_is_opened_to_the_members_before_it_is_told(play: MakePlay) -> None:
     p = play()
     admitted: list[Any] = []
     p.server.guard = SimpleNamespace(admit=admitted.append)  # type: ignore[assignment]
@@ -985,7 +987,7 @@ def test_the_port_is_opened_to_the_members_before_it_is_told(play: Callable[...,
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "127.0.0.1"), ("10.0.0.7", "10.0.0.7")])
-def test_a_round_of_one_node_meets_on_the_loopback(play: Callable[..., Play], given: str | None, expected: str) -> None:
+def test_a_round_of_one_node_meets_on_the_loopback(play: MakePlay, given: str | None, expected: str) -> None:
     p = play(master_addr=given)
     alone = (Member(ME, 0, 2),)
     p.run([frozen(members=alone)], [final(members=alone)], [closed()])

@@ -39,6 +39,10 @@ def failure(failure_class: str = "root", **changes: Any) -> NodeFailure:
     return replace(plain, **({"fingerprint": ""} if failure_class != "root" else {}), **changes)
 
 
+def before(**known: Any) -> FailureMemory:
+    return FailureMemory(**{"fingerprint": "F", "times": 1, **known})
+
+
 def decide_restart(
     *failures: NodeFailure,
     used: int = 0,
@@ -48,11 +52,8 @@ def decide_restart(
     return policy.decide_restart(record(used, memory), failures)
 
 
-# -- free of charge
-
-
 def test_a_round_without_failures_is_free() -> None:
-    memory = FailureMemory(fingerprint="F", times=1, step=5)
+    memory = before(step=5)
     decision = decide_restart(used=3, memory=memory)
     assert (decision.go_on, decision.restarts_used) == (True, 3)
     assert decision.memory == memory, "a change of members is no progress and no failure"
@@ -65,57 +66,36 @@ def test_every_failure_that_is_left_is_charged(failure_class: str) -> None:
     assert not decide_restart(failure(failure_class), used=3).go_on
 
 
-# -- the budget
-
-
-@pytest.mark.parametrize(("used", "left"), [(0, 2), (1, 1), (2, 0)])
-def test_a_restart_says_how_many_are_left(used: int, left: int) -> None:
-    decision = decide_restart(failure(), used=used)
-    assert (decision.go_on, decision.restarts_used, decision.retryable) == (True, used + 1, True)
-    assert decision.reason == f"restart {used + 1} of 3 ({left} left) after: ValueError: x"
-
-
-def test_a_spent_budget_ends_the_attempt_and_another_one_may_do_better() -> None:
-    decision = decide_restart(failure(), used=3)
-    assert (decision.go_on, decision.retryable) == (False, True)
-    assert decision.reason == "restarts exhausted (3 of 3 restarts used): ValueError: x"
-    assert decision.memory.fingerprint == "F", "the next attempt is compared with it"
-
-
 def test_a_budget_of_nothing_allows_one_start() -> None:
     policy = replace(POLICY, max_restarts=0)
     assert not decide_restart(failure(), policy=policy).go_on
     assert decide_restart(policy=policy).go_on
 
 
-# -- progress refills it
+EXHAUSTED = (0, "restarts exhausted (3 of 3 restarts used): ValueError: x")
+REFILLED = (1, "restart 1 of 3 (2 left, refilled by 3600 good seconds) after: ValueError: x")
 
 
 @pytest.mark.parametrize(
-    ("policy", "now", "refilled"),
+    ("used", "window", "seconds", "then"),
     [
-        ({"restart_window": 3600.0}, {"seconds": 3600.0}, "3600 good seconds"),
-        ({"restart_window": 3600.0}, {"seconds": 3599.0}, ""),
-        ({"restart_window": None}, {"step": 10**6, "seconds": 1e6}, ""),
+        pytest.param(0, 600.0, 5.0, (1, "restart 1 of 3 (2 left) after: ValueError: x"), id="the first"),
+        pytest.param(2, 600.0, 5.0, (3, "restart 3 of 3 (0 left) after: ValueError: x"), id="the last"),
+        pytest.param(3, 600.0, 5.0, EXHAUSTED, id="a spent one ends the attempt, and another one may do better"),
+        pytest.param(3, 3600.0, 3600.0, REFILLED, id="good seconds refill it"),
+        pytest.param(3, 3600.0, 3599.0, EXHAUSTED, id="too few do not"),
+        pytest.param(3, None, 1e6, EXHAUSTED, id="nothing does where it is not asked for"),
+        pytest.param(
+            0, 1.0, 500.0, (1, "restart 1 of 3 (2 left) after: ValueError: x"), id="an untouched one is not refilled"
+        ),
     ],
 )
-def test_progress_refills_the_budget_where_asked_for(
-    policy: dict[str, Any], now: dict[str, Any], refilled: str
-) -> None:
-    chosen = replace(POLICY, restart_window=None)
-    chosen = replace(chosen, **policy)
-    memory = FailureMemory(fingerprint="G", times=1, step=10)
-    decision = decide_restart(failure(**now), used=3, memory=memory, policy=chosen)
-    assert (decision.go_on, decision.restarts_used) == ((True, 1) if refilled else (False, 0))
-    if refilled:
-        assert decision.reason == f"restart 1 of 3 (2 left, refilled by {refilled}) after: ValueError: x"
-    else:
-        assert decision.reason.startswith("restarts exhausted (3 of 3 restarts used)")
-
-
-def test_an_untouched_budget_is_not_said_to_be_refilled() -> None:
-    decision = decide_restart(failure(seconds=500.0), policy=replace(POLICY, restart_window=1.0))
-    assert decision.reason == "restart 1 of 3 (2 left) after: ValueError: x"
+def test_the_budget_and_what_refills_it(used: int, window: float | None, seconds: float, then: tuple[int, str]) -> None:
+    memory, policy = FailureMemory(fingerprint="G", times=1, step=10), replace(POLICY, restart_window=window)
+    decision = decide_restart(failure(step=10**6, seconds=seconds), used=used, memory=memory, policy=policy)
+    assert (decision.restarts_used, decision.reason) == then
+    assert (decision.go_on, decision.retryable) == (then is not EXHAUSTED, True)
+    assert decision.memory.fingerprint == "F", "the next one is compared with it, also of another attempt"
 
 
 def test_of_several_hangs_the_furthest_behind_is_the_cause() -> None:
@@ -137,76 +117,53 @@ def test_a_hang_that_is_no_bug_in_the_script_never_counts_as_the_same_again(fing
     assert (decision.memory.fingerprint, decision.memory.times) == (fingerprint, 1)
 
 
-# -- not retryable
-
-
 def test_a_failure_that_says_so_is_not_tried_again() -> None:
     decision = decide_restart(failure(), failure(retryable=False, message="exit code 93"))
-    assert (decision.go_on, decision.retryable) == (False, False)
-    assert decision.reason == "not retryable: exit code 93"
+    assert (decision.go_on, decision.retryable, decision.reason) == (False, False, "not retryable: exit code 93")
 
 
 # -- the same failure twice
 
 
-def test_the_same_failure_twice_with_no_progress_is_a_bug() -> None:
+@pytest.mark.parametrize("used", [1, 3])
+def test_the_same_failure_twice_with_no_progress_is_a_bug(used: int) -> None:
+    """Also where the budget is spent: another attempt would end the same way."""
     first = decide_restart(failure(step=10))
     assert first.go_on
-    assert first.memory == FailureMemory(fingerprint="F", times=1, step=10)
-    second = decide_restart(failure(step=10), used=1, memory=first.memory)
-    assert (second.go_on, second.retryable) == (False, False)
+    assert first.memory == before(step=10)
+    second = decide_restart(failure(step=10), used=used, memory=first.memory)
+    assert (second.go_on, second.retryable, second.memory.times) == (False, False, 2)
     assert "this looks like a bug in the script: the same failure 2 times in a row" in second.reason
     assert "ValueError: x" in second.reason
-    assert second.memory.times == 2
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "times"),
+    ("memory", "now", "times"),
     [
-        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 11}, 1),
-        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 10}, 2),
-        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 9}, 2),
-        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 10, "seconds": 9000.0}, 2),
-        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 11, "seconds": 0.1}, 1),
-        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 35}, 1),
-        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 25, "seconds": 9000.0}, 2),
-        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 5}, 2),
-        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 5, "seconds": 600.0}, 1),
-        (FailureMemory(fingerprint="F", times=1), {"counted_steps": 5}, 2),
-        (FailureMemory(fingerprint="F", times=1), {"seconds": 599.0}, 2),
-        (FailureMemory(fingerprint="F", times=1), {"seconds": 600.0}, 1),
-        (FailureMemory(fingerprint="F", times=1), {"step": 5, "seconds": 5.0}, 2),
-        (FailureMemory(fingerprint="F", times=1), {"step": 5, "seconds": 600.0}, 1),
-        (FailureMemory(fingerprint="F", times=1, step=10), {"seconds": 5.0}, 2),
-        (FailureMemory(fingerprint="G", times=5), {}, 1),
-        (FailureMemory(), {}, 1),
-        (FailureMemory(fingerprint="F", times=1), {"fingerprint": ""}, 0),
-        (FailureMemory(), {"fingerprint": ""}, 0),
-    ],
-    ids=[
-        "a later step is progress",
-        "the same step is none",
-        "an earlier one is none",
-        "steps say more than hours",
-        "or seconds",
-        "more steps than in the round before are progress",
-        "as many are none, whatever the time",
-        "of fewer it is not known where they began: a short round is none",
-        "and a long one is",
-        "a first count says nothing",
-        "without steps a short round is none",
-        "a long one is",
-        "a first step of a short round is none",
-        "of a long one it is",
-        "a short round that lost its steps is none",
-        "another failure starts anew",
-        "the first failure",
-        "one that does not count as the script's",
-        "twice such a one",
+        pytest.param(before(step=10), {"step": 11}, 1, id="a later step is progress"),
+        pytest.param(before(step=10), {"step": 10}, 2, id="the same step is none"),
+        pytest.param(before(step=10), {"step": 9}, 2, id="an earlier one is none"),
+        pytest.param(before(step=10), {"step": 10, "seconds": 9000.0}, 2, id="steps say more than hours"),
+        pytest.param(before(step=10), {"step": 11, "seconds": 0.1}, 1, id="or seconds"),
+        pytest.param(before(counted_steps=25), {"counted_steps": 35}, 1, id="more steps than in the round before"),
+        pytest.param(before(counted_steps=25), {"counted_steps": 25, "seconds": 9000.0}, 2, id="as many are none"),
+        # Of fewer it is not known where they began.
+        pytest.param(before(counted_steps=25), {"counted_steps": 5}, 2, id="fewer of a short round are none"),
+        pytest.param(before(counted_steps=25), {"counted_steps": 5, "seconds": 600.0}, 1, id="of a long one they are"),
+        pytest.param(before(), {"counted_steps": 5}, 2, id="a first count says nothing"),
+        pytest.param(before(), {"seconds": 599.0}, 2, id="without steps a short round is none"),
+        pytest.param(before(), {"seconds": 600.0}, 1, id="a long one is"),
+        pytest.param(before(), {"step": 5, "seconds": 5.0}, 2, id="a first step of a short round is none"),
+        pytest.param(before(), {"step": 5, "seconds": 600.0}, 1, id="of a long one it is"),
+        pytest.param(before(step=10), {"seconds": 5.0}, 2, id="a short round that lost its steps is none"),
+        pytest.param(before(fingerprint="G", times=5), {}, 1, id="another failure starts anew"),
+        pytest.param(FailureMemory(), {}, 1, id="the first failure"),
+        pytest.param(before(), {"fingerprint": ""}, 0, id="one that does not count as the script's"),
+        pytest.param(FailureMemory(), {"fingerprint": ""}, 0, id="twice such a one"),
     ],
 )
-def test_what_counts_as_the_same_again(before: FailureMemory, now: dict[str, Any], times: int) -> None:
-    assert decide_restart(failure(**now), memory=before).memory.times == times
+def test_what_counts_as_the_same_again(memory: FailureMemory, now: dict[str, Any], times: int) -> None:
+    assert decide_restart(failure(**now), memory=memory).memory.times == times
 
 
 @pytest.mark.parametrize(
@@ -214,16 +171,16 @@ def test_what_counts_as_the_same_again(before: FailureMemory, now: dict[str, Any
     [({"step": 10}, "between (V"), ({"counted_steps": 25}, "between (V"), ({"counted_steps": 5}, "600 s of the start")],
 )
 def test_the_reason_to_give_up_names_the_rule(changes: dict[str, Any], rule: str) -> None:
-    before = FailureMemory(fingerprint="F", times=1, step=changes.get("step", -1), counted_steps=25)
-    assert rule in decide_restart(failure(**changes), memory=before).reason
+    memory = before(step=changes.get("step", -1), counted_steps=25)
+    assert rule in decide_restart(failure(**changes), memory=memory).reason
 
 
-AT_10 = FailureMemory(fingerprint="F", times=1, step=10)
+AT_10 = before(step=10)
 
 
 def test_the_longest_round_and_the_furthest_step_of_any_node_count() -> None:
     assert decide_restart(failure(step=3), failure("symptom", step=12), memory=AT_10).memory.times == 1
-    no_step = FailureMemory(fingerprint="F", times=1)
+    no_step = before()
     assert decide_restart(failure(seconds=1.0), failure("symptom", seconds=700.0), memory=no_step).memory.times == 1
 
 
@@ -271,14 +228,6 @@ def test_the_limit_on_equal_failures_can_be_another_one_or_none(times: int, most
     assert decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=most)).go_on is go_on
 
 
-def test_a_bug_is_told_rather_than_a_spent_budget() -> None:
-    """It is not retryable: another attempt would end the same way."""
-    memory = FailureMemory(fingerprint="F", times=1)
-    decision = decide_restart(failure(), used=3, memory=memory)
-    assert "bug in the script" in decision.reason
-    assert not decision.retryable
-
-
 # -- which failure it is about
 
 
@@ -319,39 +268,24 @@ def failed(
 
 
 def test_one_failure_is_told_by_rank_and_first_line() -> None:
-    summary = sum_up([failed(5, 1)], node=2, seconds=7.5)
-    assert (summary.node, summary.message, summary.fingerprint) == (2, "rank 5: failure of 5", "F5")
-    assert (summary.failure_class, summary.retryable, summary.step, summary.seconds) == ("root", True, -1, 7.5)
+    assert sum_up([failed(5, 1)], node=2, seconds=7.5) == NodeFailure(
+        node=2, message="rank 5: failure of 5", fingerprint="F5", failure_class="root", retryable=True, seconds=7.5
+    )
 
 
 @pytest.mark.parametrize(
     ("failures", "rank"),
     [
-        ([failed(0, 30), failed(1, 10), failed(2, 20)], 1),
-        ([failed(0, 10, SYMPTOM), failed(1, 90)], 1),
-        ([failed(0, 10, SYMPTOM), failed(1, 90, MACHINE)], 1),
-        ([failed(1, 10, MACHINE), failed(0, 90)], 1),
-        ([failed(0, 10, MACHINE), failed(1, 10)], 1),
-        ([failed(0, 90, SYMPTOM), failed(1, 10, SYMPTOM)], 1),
-    ],
-    ids=[
-        "the first",
-        "a root before symptoms",
-        "the machine before symptoms",
-        "the earliest cause",
-        "at one time the script's",
-        "symptoms",
+        pytest.param([failed(0, 30), failed(1, 10), failed(2, 20)], 1, id="the first"),
+        pytest.param([failed(0, 10, SYMPTOM), failed(1, 90)], 1, id="a root before symptoms"),
+        pytest.param([failed(0, 10, SYMPTOM), failed(1, 90, MACHINE)], 1, id="the machine before symptoms"),
+        pytest.param([failed(1, 10, MACHINE), failed(0, 90)], 1, id="the earliest cause"),
+        pytest.param([failed(0, 10, MACHINE), failed(1, 10)], 1, id="at one time the script's"),
+        pytest.param([failed(0, 90, SYMPTOM), failed(1, 10, SYMPTOM)], 1, id="symptoms"),
     ],
 )
 def test_the_strongest_and_then_the_first_is_told(failures: list[WorkerFailure], rank: int) -> None:
     assert sum_up(failures, node=0, seconds=1.0).message.startswith(f"rank {rank}:")
-
-
-@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
-def test_a_kill_from_outside_never_counts_as_the_scripts_own_failure(signal: str) -> None:
-    for how in ({"seconds": 1.1}, {"seconds": 1.0, "step": 0}, {"seconds": 1.0, "counted_steps": 1}):
-        summary = sum_up([failed(0, 1, signal=signal)], node=0, **how)  # type: ignore[arg-type]
-        assert (summary.fingerprint, summary.failure_class) == ("", "root")
 
 
 @pytest.mark.parametrize(("signal", "failure_class"), [("SIGKILL", FailureClass.ROOT), ("SIGTERM", MACHINE)])
@@ -383,12 +317,17 @@ def test_an_image_that_no_node_has_is_a_wrong_one_and_of_one_node_its_own() -> N
     ("failure_class", "signal", "fingerprint"),
     [
         *((ROOT, signal, "F0") for signal in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", "")),
+        # A kill from outside never counts as the script's own.
+        *((ROOT, f"SIG{name}", "") for name in ("KILL", "TERM", "INT", "HUP", "USR1", "USR2", "QUIT")),
         (SYMPTOM, "", ""),
         (MACHINE, "", ""),
     ],
 )
-def test_what_is_the_scripts_own_has_a_fingerprint(failure_class: FailureClass, signal: str, fingerprint: str) -> None:
-    summary = sum_up([failed(0, 1, failure_class, signal=signal)], node=0, seconds=1.0)
+@pytest.mark.parametrize("how", [{"seconds": 1.1}, {"seconds": 1.0, "step": 0}, {"seconds": 1.0, "counted_steps": 1}])
+def test_what_is_the_scripts_own_has_a_fingerprint(
+    failure_class: FailureClass, signal: str, fingerprint: str, how: dict[str, Any]
+) -> None:
+    summary = sum_up([failed(0, 1, failure_class, signal=signal)], node=0, **how)
     assert (summary.fingerprint, summary.failure_class) == (fingerprint, failure_class.value)
 
 
@@ -460,6 +399,8 @@ def test_what_one_node_alone_lacks_is_worth_another_round_without_it() -> None:
     assert (decision.go_on, decision.restarts_used, decision.apart) == (True, 1, (1,))
     again = replace(_in_round(0, 1, 2), memory=FailureMemory(fingerprint="F", times=5))
     assert POLICY.decide_restart(again, [_lacks(1, retryable=True)]).apart == (1,)
+    none_left = replace(POLICY, max_restarts=0).decide_restart(_in_round(0, 1), [_lacks(1)])
+    assert (none_left.go_on, none_left.retryable) == (False, True), "another attempt may go well all the same"
 
 
 def test_what_all_nodes_lack_is_not() -> None:
@@ -467,12 +408,6 @@ def test_what_all_nodes_lack_is_not() -> None:
     assert (decision.go_on, decision.retryable, decision.apart) == (False, False, ())
     for one in (_lacks(1, alike=1), _lacks(1, waited=0.0)):
         assert not POLICY.decide_restart(_in_round(0, 1), [one]).go_on
-
-
-def test_where_no_restart_is_left_another_attempt_may_go_well_all_the_same() -> None:
-    policy = replace(POLICY, max_restarts=0)
-    decision = policy.decide_restart(_in_round(0, 1), [_lacks(1)])
-    assert (decision.go_on, decision.retryable) == (False, True)
 
 
 def test_a_node_sums_up_how_many_of_its_workers_failed_alike() -> None:
@@ -488,21 +423,21 @@ MISSING = make_failure(2, at=1, exception="FileNotFoundError: x").fingerprint
 
 
 @pytest.mark.parametrize(
-    ("what", "exception", "changes", "waits"),
+    ("exception", "changes", "waits"),
     [
-        ("a package that is missing: no recovery is delayed", "ImportError: no x", {}, True),
-        ("a file that is missing, the first time: a restart may help", "FileNotFoundError: x", {}, False),
-        ("again", "FileNotFoundError: x", {"memory": FailureMemory(fingerprint=MISSING, times=1)}, True),
-        ("the same with no restart left", "FileNotFoundError: x", {"restarts_used": 3}, True),
-        ("a bug", "ValueError: bad", {"restarts_used": 3}, False),
-        ("a round of one node", "ImportError: no x", {"members": ()}, False),
+        pytest.param("ImportError: no x", {}, True, id="a package that is missing: no recovery is delayed"),
+        pytest.param("FileNotFoundError: x", {}, False, id="a file, the first time: a restart may help"),
+        pytest.param("FileNotFoundError: x", {"memory": before(fingerprint=MISSING)}, True, id="again"),
+        pytest.param("FileNotFoundError: x", {"restarts_used": 3}, True, id="with no restart left"),
+        pytest.param("ValueError: bad", {"restarts_used": 3}, False, id="a bug"),
+        pytest.param("ImportError: no x", {"members": ()}, False, id="a round of one node"),
     ],
 )
 def test_the_others_get_their_moment_where_that_delays_no_recovery(
-    what: str, exception: str, changes: dict[str, Any], waits: bool
+    exception: str, changes: dict[str, Any], waits: bool
 ) -> None:
     of = replace(_in_round(0, 1), **changes)
-    assert may_wait(make_failure(2, at=1, exception=exception), of, max_restarts=3) is waits, what
+    assert may_wait(make_failure(2, at=1, exception=exception), of, max_restarts=3) is waits
 
 
 def test_the_reason_names_no_victim_as_the_cause() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hpc_elastic.agent.rounds import MOST_REFERENCES, ClockOffsetLog, is_news
 from hpc_elastic.base.clock import Offset
 from hpc_elastic.run.agent_events import ClockCompared
@@ -10,22 +12,6 @@ from tests.rigs.fake_clock import FakeClock
 MS = 1_000_000
 SECOND = 1000 * MS
 A, B, C = "00000-n0-0001000000000000-aaaa", "00001-n1-0001000000000000-bbbb", "00002-n2-0001000000000000-cccc"
-
-
-class Log:
-    def __init__(self) -> None:
-        self.lines: list[tuple[int, int, int]] = []
-
-    def write(self, event: ClockCompared) -> None:
-        self.lines.append((event.reference, event.offset_ns, event.bound_ns))
-
-
-class Ruler:
-    def __init__(self) -> None:
-        self.known: dict[str, Offset] = {}
-
-    def offset_to(self, uid: str) -> Offset | None:
-        return self.known.get(uid)
 
 
 class Wall(FakeClock):
@@ -37,72 +23,76 @@ class Wall(FakeClock):
         return super().time_ns() + self.ahead
 
 
-def make() -> tuple[ClockOffsetLog, Log, Ruler, Wall]:
-    log, ruler, clock = Log(), Ruler(), Wall()
-    return ClockOffsetLog(log, ruler, uid=A, clock=clock), log, ruler, clock  # type: ignore[arg-type]
+def make() -> tuple[ClockOffsetLog, list[tuple[int, int, int]], dict[str, Offset], Wall]:
+    """With what it wrote, the offsets that are known, and its clock."""
+    lines, known, clock = list[tuple[int, int, int]](), dict[str, Offset](), Wall()
+
+    def write(event: ClockCompared) -> None:
+        lines.append((event.reference, event.offset_ns, event.bound_ns))
+
+    log, ruler = SimpleNamespace(write=write), SimpleNamespace(offset_to=known.get)
+    return ClockOffsetLog(log, ruler, uid=A, clock=clock), lines, known, clock  # type: ignore[arg-type]
 
 
 def test_what_is_not_known_is_not_told() -> None:
-    offsets, log, _, clock = make()
-    offsets.log_changes()
-    offsets.on_leader(B)
-    offsets.log_changes()
-    assert log.lines == []
-    none = ClockOffsetLog(log, None, uid=A, clock=clock)  # type: ignore[arg-type]
-    none.on_leader(A)
-    none.log_changes()
-    assert log.lines == [], "without a notifier"
+    offsets, lines, _, clock = make()
+    without_notifier = ClockOffsetLog(SimpleNamespace(write=lines.append), None, uid=A, clock=clock)  # type: ignore[arg-type]
+    for one, leader in ((offsets, B), (without_notifier, A)):
+        one.log_changes()
+        one.on_leader(leader)
+        one.log_changes()
+    assert lines == []
 
 
 def test_the_offset_to_the_coordinator_is_told_once_until_it_is_old() -> None:
-    offsets, log, ruler, clock = make()
+    offsets, lines, known, clock = make()
     offsets.on_leader(B)
-    ruler.known[B] = Offset(offset_ns=7 * SECOND, bound_ns=MS)
+    known[B] = Offset(offset_ns=7 * SECOND, bound_ns=MS)
     for _ in range(3):
         offsets.log_first()
-    assert log.lines == [(1, 7 * SECOND, MS)]
+    assert lines == [(1, 7 * SECOND, MS)]
     clock.now += 0.5  # it is worth 1.5 ms by now
     offsets.log_changes()
-    assert len(log.lines) == 1
+    assert len(lines) == 1
     clock.now += 60
     offsets.log_first()
-    assert len(log.lines) == 1, "as long as nothing has happened here"
+    assert len(lines) == 1, "as long as nothing has happened here"
     offsets.log_changes()
-    assert len(log.lines) == 2
+    assert len(lines) == 2
 
 
 def test_the_coordinator_tells_of_its_own_clock() -> None:
-    offsets, log, _, clock = make()
+    offsets, lines, _, clock = make()
     offsets.on_leader(A)
     offsets.log_changes()
     clock.now += 3600
     offsets.log_changes()
-    assert log.lines == [(0, 0, 0)]
+    assert lines == [(0, 0, 0)]
     clock.ahead = 2 * SECOND  # somebody set it
     offsets.log_changes()
-    assert log.lines == [(0, 0, 0)] * 2
+    assert lines == [(0, 0, 0)] * 2
 
 
 def test_after_a_change_of_the_coordinator_both_are_told() -> None:
     """So that what others measured against the one can be compared with what was measured against the other."""
-    offsets, log, ruler, _ = make()
+    offsets, lines, known, _ = make()
     offsets.on_leader(B)
-    ruler.known[B] = Offset(offset_ns=1, bound_ns=5)
+    known[B] = Offset(offset_ns=1, bound_ns=5)
     offsets.on_leader(C)
-    ruler.known[C] = Offset(offset_ns=2, bound_ns=6)
+    known[C] = Offset(offset_ns=2, bound_ns=6)
     offsets.on_leader(C)
     offsets.log_changes()
-    assert log.lines == [(1, 1, 5), (2, 2, 6)]
+    assert lines == [(1, 1, 5), (2, 2, 6)]
 
 
 def test_of_many_coordinators_the_last_ones_are_told() -> None:
-    offsets, log, ruler, _ = make()
+    offsets, lines, known, _ = make()
     for node in range(20):
         uid = f"{node:05d}{B[5:]}"
         offsets.on_leader(uid)
-        ruler.known[uid] = Offset(offset_ns=node, bound_ns=1)
+        known[uid] = Offset(offset_ns=node, bound_ns=1)
     offsets.log_changes()
-    assert [line[0] for line in log.lines] == list(range(20 - MOST_REFERENCES, 20))
+    assert [line[0] for line in lines] == list(range(20 - MOST_REFERENCES, 20))
 
 
 def sample(offset: int, bound: int, *, at: int = 0, wall: int | None = None) -> ClockCompared:

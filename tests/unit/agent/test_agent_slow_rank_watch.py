@@ -139,7 +139,6 @@ def test_a_slow_rank_is_reported_once_and_again_when_it_is_over(
     assert (found.slow.rank, found.slow.node, found.round) == (3, 1, 1)
     assert "rank 3 on n1 enters each all_reduce 30 ms after the others" in caplog.text
     now = codec.load(tmp_path / "slow" / "now.json", SlowRanks)
-    assert isinstance(now, SlowRanks)
     assert [slow.rank for slow in now.ranks] == [3]
     assert nodes[0].figures["slow_ranks"] == 1
     assert nodes[0].figures["slow_ranks_share"] == pytest.approx(0.3, rel=0.1)
@@ -197,7 +196,6 @@ def test_all_nodes_ask_at_the_same_time_of_the_clock(clock: FakeClock, tmp_path:
     clock.now += 4.1
     second = Node(clock, tmp_path, 1, None)
     assert first.watch.due == second.watch.due
-    assert first.watch.due is not None
     assert first.watch.due % EVERY_SECONDS == pytest.approx(0, abs=0.001)
 
 
@@ -231,7 +229,6 @@ def test_a_clock_that_is_not_known_yet_is_written_as_such(clock: FakeClock, tmp_
     node = Node(clock, tmp_path / "slow", 1, None)
     run([node], clock, 2 * EVERY_SECONDS + ANSWER_SECONDS)
     written = codec.load(tmp_path / "slow" / "node-00001.json", NodeArrivals)
-    assert isinstance(written, NodeArrivals)
     assert written.reference == ""
     assert (tmp_path / "slow" / "node-00001.json").stat().st_size < 4096
 
@@ -294,7 +291,6 @@ def test_a_run_that_is_slower_than_its_best_hour_is_reported(
     took = "a step takes 1.5 s and took 1 s in the run's best hour: 33% of the time is lost"
     assert took in caplog.text
     now = codec.load(tmp_path / "slow" / "now.json", SlowRanks)
-    assert isinstance(now, SlowRanks)
     assert str(now.pace) == took
     assert node.figures["step_seconds"] == pytest.approx(1.5, rel=0.01)
     assert node.figures["step_seconds_best"] == pytest.approx(1, rel=0.01)
@@ -310,7 +306,6 @@ def test_the_best_hour_is_kept_for_the_next_round(clock: FakeClock, tmp_path: Pa
         node.steps += 30
         run([node], clock, 30)
     best = codec.load(tmp_path / "pace.json", BestPace)
-    assert isinstance(best, BestPace)
     assert (best.world_size, best.step) == (4, pytest.approx(1, rel=0.01))
 
 
