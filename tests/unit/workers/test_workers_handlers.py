@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -105,33 +106,21 @@ def test_a_process_that_has_ended_did_not_get_the_signal() -> None:
     assert not send_to_handler(process.pid, signal.SIGUSR1, speaker=process.pid)
 
 
-def test_the_kernel_says_what_a_process_catches() -> None:
-    before = signal.signal(USR1, lambda *_: None)
+@pytest.mark.parametrize(
+    ("handler", "catches", "acts"),
+    [(lambda *_: None, True, True), (signal.SIG_IGN, False, True), (signal.SIG_DFL, False, False)],
+    ids=["it catches it", "it ignores it", "it dies of it"],
+)
+def test_the_kernel_says_what_a_process_does_about_a_signal(handler: Any, catches: bool, acts: bool) -> None:
+    before = signal.signal(USR1, handler)
     try:
         masks = read_masks(os.getpid())
-        assert masks is not None
-        assert masks.catches(USR1)
-        assert masks.inner_pid == os.getpid()
-        signal.signal(USR1, signal.SIG_IGN)
-        masks = read_masks(os.getpid())
-        assert masks is not None
-        assert not masks.catches(USR1)
+        assert (masks.catches(USR1), masks.inner_pid) == (catches, os.getpid())
+        assert acts_on(USR1, os.getpid()) is acts
     finally:
         signal.signal(USR1, before)
     assert read_masks(2**22 + 1) is None
-
-
-def test_a_process_that_catches_a_signal_acts_on_it() -> None:
-    before = signal.signal(USR1, lambda *_: None)
-    try:
-        assert acts_on(USR1, os.getpid())
-        signal.signal(USR1, signal.SIG_IGN)
-        assert acts_on(USR1, os.getpid())
-        signal.signal(USR1, signal.SIG_DFL)
-        assert not acts_on(USR1, os.getpid())
-        assert acts_on(USR1, 2**22 + 1), "not known"
-    finally:
-        signal.signal(USR1, before)
+    assert acts_on(USR1, 2**22 + 1), "not known"
 
 
 def test_what_is_inside_a_container_is_known_by_its_mark_and_by_what_started_it() -> None:
