@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from hpc_elastic.worker_api.records import ASKS, FIELDS, HAS_NOTICE, IS_COUNTED, NO_STEP, put_record
+from pathlib import Path
+
+from hpc_elastic.worker_api.records import (
+    ASKS,
+    FIELDS,
+    HAS_NOTICE,
+    IS_COUNTED,
+    NO_STEP,
+    HeartbeatRecord,
+    put_record,
+    read_record,
+)
 
 _UNKNOWN = dict.fromkeys(("saved_step", "first_step"), NO_STEP)
 
@@ -19,3 +30,10 @@ def write_record(
     """As the worker does. What `values` leave out is 0, or no step."""
     flags = asks_for_notices * ASKS | has_notice * HAS_NOTICE | is_counted * IS_COUNTED
     put_record(buffer, *({**_UNKNOWN, **values}.get(name, 0) for name in FIELDS), flags, section)
+
+
+def said(page: Path) -> HeartbeatRecord:
+    """The last record of a worker that has spoken."""
+    record = read_record(page.read_bytes())
+    assert record is not None
+    return record

@@ -31,16 +31,14 @@ from hpc_elastic.worker_api.records import (
     read_sections,
     read_spent,
 )
-from tests.rigs.heartbeat_page import write_record
-
-
-def said(path: Path) -> HeartbeatRecord:
-    record = read_record(path.read_bytes())
-    assert record is not None
-    return record
+from tests.rigs.heartbeat_page import said, write_record
 
 
 def test_the_last_word_stands_in_the_file(page: Path) -> None:
+    class Whole:
+        def __index__(self) -> int:
+            return 9
+
     before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     hpc_elastic.heartbeat(step=7)
     first = said(page)
@@ -49,7 +47,7 @@ def test_the_last_word_stands_in_the_file(page: Path) -> None:
     hpc_elastic.heartbeat(section="checkpoint")
     second = said(page)
     assert (second.count, second.step, second.section) == (2, 7, "checkpoint")
-    hpc_elastic.heartbeat(9)
+    hpc_elastic.heartbeat(Whole())
     assert (said(page).step, said(page).section) == (9, "step")
 
 
@@ -73,6 +71,12 @@ def test_steps_of_the_optimizer_count_until_the_script_sends_heartbeats(page: Pa
     counted = said(page)
     assert (counted.step, counted.first_step, counted.count, counted.section) == (3, 1, 3, "step")
     assert counted.is_counted
+    child = os.fork()
+    if child == 0:
+        step_of(optimizer)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert said(page).step == 3, "a forked child counts none"
     hpc_elastic.heartbeat(step=1000)
     step_of(optimizer)
     own = said(page)
@@ -109,17 +113,6 @@ def test_a_counted_step_is_no_step_that_a_checkpoint_holds_and_stays_in_its_sect
         step_of(optimizer)
         assert said(page).section == "checkpoint"
     assert (said(page).checkpoints, said(page).saved_step) == (1, None)
-
-
-def test_a_forked_child_counts_no_steps(page: Path, step_of: Step) -> None:
-    optimizer = SimpleNamespace()
-    step_of(optimizer)
-    child = os.fork()
-    if child == 0:
-        step_of(optimizer)
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert said(page).step == 1
 
 
 def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_says_so(page: Path) -> None:
@@ -197,37 +190,27 @@ def test_of_a_save_beside_the_training_only_the_given_step_is_known(page: Path) 
     assert said(page).saved_step == 71, "it is the thread that trains"
 
 
-def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(page: Path) -> None:
-    hpc_elastic.checkpoint_done()
-    assert (said(page).checkpoints, said(page).section) == (1, "setup")
-
-
-def test_the_number_of_all_steps_stands_beside_the_records(page: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "name", "values"), [(TOTAL, "total", (100, 200)), (LOSS, "loss", (0.25, float("inf")))]
+)
+def test_the_number_of_all_steps_and_the_loss_stand_beside_the_records(
+    page: Path, record: Any, name: str, values: tuple[float, float]
+) -> None:
     hpc_elastic.heartbeat(1)
-    assert TOTAL.read(page.read_bytes()) is None
-    hpc_elastic.heartbeat(2, total=100)
+    assert record.read(page.read_bytes()) is None
+    hpc_elastic.heartbeat(2, **{name: values[0]})
     hpc_elastic.heartbeat(3)
-    assert (TOTAL.read(page.read_bytes()), said(page).step) == ((100,), 3)
-    hpc_elastic.heartbeat(4, total=200)
-    assert TOTAL.read(page.read_bytes()) == (200,)
+    assert (record.read(page.read_bytes()), said(page).step) == ((values[0],), 3)
+    hpc_elastic.heartbeat(4, **{name: values[1]})
     with pytest.raises(ValueError, match="-1"):
         hpc_elastic.heartbeat(5, total=-1)
-    assert TOTAL.read(b"") is None
-
-
-def test_the_loss_stands_beside_the_records(page: Path) -> None:
-    hpc_elastic.heartbeat(1)
-    assert LOSS.read(page.read_bytes()) is None
-    hpc_elastic.heartbeat(2, loss=0.25)
-    hpc_elastic.heartbeat(3)
-    assert (LOSS.read(page.read_bytes()), said(page).step) == ((0.25,), 3)
-    hpc_elastic.heartbeat(4, loss=float("inf"))
-    assert LOSS.read(page.read_bytes()) == (float("inf"),)
     hpc_elastic.heartbeat(5, loss=object())  # a tensor, say, whose GPU nobody is to wait for
-    assert LOSS.read(page.read_bytes()) == (float("inf"),)
-    torn = bytearray(page.read_bytes())
-    torn[90] ^= 1
-    assert LOSS.read(bytes(torn)) is None
+    assert record.read(page.read_bytes()) == (values[1],)
+    assert record.read(b"") is None
+    if record is LOSS:
+        torn = bytearray(page.read_bytes())
+        torn[90] ^= 1
+        assert record.read(bytes(torn)) is None
 
 
 def test_times_between_steps_are_measured_where_nothing_else_was_done(page: Path) -> None:
@@ -249,6 +232,9 @@ def test_sections_nest_and_setup_lasts_until_the_first_heartbeat(page: Path) -> 
     with hpc_elastic.section("load"):
         seen.append(said(page).section)
     seen.append(said(page).section)
+    hpc_elastic.checkpoint_done()
+    seen.append(said(page).section)
+    assert said(page).checkpoints == 1
     hpc_elastic.heartbeat(step=0)
     with hpc_elastic.section("checkpoint"):
         hpc_elastic.heartbeat(step=1)
@@ -258,7 +244,7 @@ def test_sections_nest_and_setup_lasts_until_the_first_heartbeat(page: Path) -> 
             raise RuntimeError
         seen.append(said(page).section)
     seen.append(said(page).section)
-    assert seen == ["load", "setup", "checkpoint", "upload", "checkpoint", "step"]
+    assert seen == ["load", "setup", "setup", "checkpoint", "upload", "checkpoint", "step"]
 
 
 @pytest.mark.parametrize(
@@ -289,15 +275,6 @@ def test_what_cannot_be_right_is_named(arguments: dict[str, Any], error: type[Ex
             hpc_elastic.checkpoint_done(**arguments)
         with pytest.raises(error, match=words):
             hpc_elastic.section("checkpoint", **arguments)
-
-
-def test_whole_numbers_of_other_types_are_steps(page: Path) -> None:
-    class Whole:
-        def __index__(self) -> int:
-            return 12
-
-    hpc_elastic.heartbeat(step=Whole())  # type: ignore[arg-type]
-    assert said(page).step == 12
 
 
 @pytest.mark.parametrize("kind", ["unset", "empty", "gone", "foreign", "folder", "link"])
@@ -408,7 +385,6 @@ def test_a_record_that_is_being_written_is_never_misread(cut: int, garbage: rand
     for at in garbage.sample(changed, min(cut, len(changed))):
         torn[at] = after[at]
     record = read_record(bytes(torn))
-    assert record is not None
     assert record.step in (count - 1, count)
     assert record.count == record.step
     assert (record.step == count) == (torn == after)

@@ -20,14 +20,13 @@ from hpc_elastic.worker_api.records import (
     NO_STEP,
     STEP_PENDING,
     VARIABLE,
-    HeartbeatRecord,
     NoticeRecord,
     empty_file,
     pack_notice,
     read_notice,
     read_record,
 )
-from tests.rigs.heartbeat_page import write_record
+from tests.rigs.heartbeat_page import said, write_record
 from tests.rigs.waiting import until
 
 
@@ -39,28 +38,16 @@ def tell(page: Path, *, step: int, serial: int = 1, seconds: float = 60.0) -> No
         file.write(raw)
 
 
-def the_notice() -> hpc_elastic.PreemptionNotice:
-    notice = hpc_elastic.preemption_notice()
-    assert notice is not None
-    return notice
-
-
-def said(page: Path) -> HeartbeatRecord:
-    record = read_record(page.read_bytes())
-    assert record is not None
-    return record
-
-
 def test_all_save_after_the_step_that_is_agreed(page: Path) -> None:
     assert not hpc_elastic.should_checkpoint(6)
     assert hpc_elastic.preemption_notice() is None
     tell(page, step=STEP_PENDING)
     assert not hpc_elastic.should_checkpoint(7), "it is being agreed on"
-    notice = the_notice()
+    notice = hpc_elastic.preemption_notice()
     assert (notice.step, notice.is_agreed) == (None, False)
     tell(page, step=9, serial=2)
     assert [hpc_elastic.should_checkpoint(step) for step in (8, 9, 10)] == [False, True, True]
-    notice = the_notice()
+    notice = hpc_elastic.preemption_notice()
     assert notice.step == 9
     assert 58 < notice.seconds_left <= 60
 
@@ -68,21 +55,21 @@ def test_all_save_after_the_step_that_is_agreed(page: Path) -> None:
 def test_where_no_step_is_agreed_it_is_due_at_once(page: Path) -> None:
     tell(page, step=NO_STEP, seconds=-5)
     assert hpc_elastic.should_checkpoint(0)
-    notice = the_notice()
+    notice = hpc_elastic.preemption_notice()
     assert (notice.step, notice.seconds_left) == (None, 0.0)
 
 
 def test_the_agent_learns_who_asks_and_who_has_been_told(page: Path) -> None:
-    hpc_elastic.heartbeat(1)
-    assert not said(page).asks_for_notices
     hpc_elastic.preemption_notice()
-    assert (said(page).asks_for_notices, said(page).has_notice, said(page).step) == (True, False, 1)
+    assert said(page).section == "setup", "asking alone does not end it"
+    assert (said(page).asks_for_notices, said(page).has_notice) == (True, False)
+    hpc_elastic.heartbeat(1)
     count = said(page).count
     hpc_elastic.preemption_notice()
     assert said(page).count == count, "once"
     tell(page, step=4)
     hpc_elastic.preemption_notice()
-    assert said(page).has_notice
+    assert (said(page).has_notice, said(page).step) == (True, 1)
 
 
 def test_a_script_that_is_not_asked_to_save_yet_has_not_been_told(page: Path) -> None:
@@ -120,23 +107,11 @@ def test_a_look_at_the_notice_tells_the_agent_nothing(page: Path) -> None:
     assert not heartbeat.notice_is_there()
 
 
-def test_asking_alone_does_not_end_the_setup(page: Path) -> None:
-    hpc_elastic.preemption_notice()
-    assert said(page).section == "setup"
-
-
 def test_it_is_a_heartbeat_too_and_refuses_what_that_refuses(page: Path) -> None:
     hpc_elastic.should_checkpoint(3)
     assert (said(page).step, said(page).section) == (3, "step")
     with pytest.raises(ValueError, match="step=-1 must be 0 or more"):
         hpc_elastic.should_checkpoint(-1)
-
-
-def test_outside_of_a_run_there_is_never_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(heartbeat, "reporter", heartbeat._Reporter())
-    assert not hpc_elastic.should_checkpoint(3)
-    assert hpc_elastic.preemption_notice() is None
 
 
 # -- callbacks
@@ -190,21 +165,24 @@ def test_a_callback_that_fails_or_was_taken_back_keeps_no_other_from_being_calle
     assert "RuntimeError: the disk is full" in capsys.readouterr().err
 
 
-def test_what_can_not_be_called_is_refused(page: Path) -> None:
-    with pytest.raises(TypeError, match="must be callable, not str"):
-        hpc_elastic.on_preemption("save")  # type: ignore[arg-type]
-
-
-def test_outside_of_a_run_nothing_is_started(watch: preemption._Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_run_there_is_never_a_notice_and_nothing_is_started(
+    watch: preemption._Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(heartbeat, "reporter", heartbeat._Reporter())
+    assert not hpc_elastic.should_checkpoint(3)
+    assert hpc_elastic.preemption_notice() is None
     hpc_elastic.on_preemption(print)
     assert not watch._has_started
 
 
 def test_the_signals_of_the_process_are_left_alone(page: Path, watch: preemption._Watch) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
     hpc_elastic.on_preemption(print)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
+    with pytest.raises(TypeError, match="must be callable, not str"):
+        hpc_elastic.on_preemption("save")  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 31), st.integers(1, 255))

@@ -1,4 +1,4 @@
-"""What torch's import starts in a worker: a thread that dumps when a byte comes; outside of a run nothing."""
+"""What torch's import starts in a worker, and what the worker's script changed of the rendezvous."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hpc_elastic
 from hpc_elastic.worker_api import flight_recorder, heartbeat, torch_import
 from hpc_elastic.worker_api.flight_recorder import VARIABLE
 from hpc_elastic.worker_api.records import COLLECTIVES, read_record
-from hpc_elastic.worker_api.torch_import import start
+from hpc_elastic.worker_api.torch_import import STORE_VARIABLE, look_at_rendezvous, start
 
 ROOT = Path(__file__).parents[3]
 DUMP = b'{"entries":[{}]}'
@@ -96,8 +96,6 @@ def test_completed_collectives_are_its_progress_until_steps_are_known(page: Path
     collectives.note(is_final=True)
     assert found() == (38, True)
     last = COLLECTIVES.read(page.read_bytes())
-    assert first is not None
-    assert last is not None
     assert (last[1], last[2] > last[1]) == (first[1], True)
     assert read_record(page.read_bytes()) is None, "it is no heartbeat, and ends no section"
 
@@ -128,3 +126,53 @@ def test_an_older_torch_finds_the_names_that_it_knows(
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
     start()
     assert os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") == ("2000" if is_old else None)
+
+
+OURS = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "r 1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29501",
+    STORE_VARIABLE: "r 1 10.0.0.1 29501",
+}
+SET = "the script set MASTER_ADDR/MASTER_PORT itself, to "
+
+
+@pytest.mark.parametrize(
+    ("url", "changes", "is_kept", "said"),
+    [
+        ("env://", {}, True, ""),
+        ("env://", {"MASTER_PORT": "29500"}, False, f"{SET}10.0.0.1:29500; the run's are 10.0.0.1:29501"),
+        ("env://", {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, False, f"{SET}localhost:1; "),
+        ("env://", {"MASTER_ADDR": "127.0.0.1"}, True, f"{SET}127.0.0.1:29501; "),
+        ("env://", {"MASTER_PORT": ""}, True, ""),
+        # torchrun in a worker serves a store of its own, and says so with its own run's id.
+        ("env://", {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}, True, ""),
+        ("tcp://10.0.0.1:29501?rank=0&world_size=2", {}, True, ""),
+        ("tcp://h7:23456?rank=0&world_size=2", {}, False, "the script set init_method to tcp://h7:23456; the run's"),
+    ],
+)
+def test_the_agents_store_is_not_waited_for_elsewhere(
+    url: str, changes: dict[str, str], is_kept: bool, said: str
+) -> None:
+    env = {**OURS, **changes}
+    found = look_at_rendezvous(url, env)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+    assert ("TORCHELASTIC_USE_AGENT_STORE" in env) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("content", "age", "said"),
+    [("", 100.0, ""), ("x", 9e9, ""), ("x", 5.0, "an earlier round or run left the file "), (None, 5.0, "")],
+)
+def test_a_file_that_is_older_than_the_process_is_named(
+    tmp_path: Path, content: str | None, age: float, said: str
+) -> None:
+    path = tmp_path / "meet"
+    if content is not None:
+        path.write_text(content)
+        os.utime(path, (1e9, 1e9))
+    found = look_at_rendezvous(f"file://{path}?rank=0&world_size=2", {}, age)
+    assert found.startswith(said)
+    assert (str(path) in found) is bool(said)
