@@ -125,7 +125,8 @@ class Part:
 
     @property
     def due(self) -> float | None:
-        """When `look` is to be called next, monotonic; it is called whenever the loop wakes, too."""
+        """When `look` is to be called next, monotonic; it is called whenever the loop wakes, too. A part that sets it
+        has ``due: float | None = None`` in its class."""
         return None
 
     @property
