@@ -22,6 +22,7 @@ from hpc_elastic.rendezvous.membership import BeatPlan
 from hpc_elastic.rendezvous.schedule import Lease, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.control_events import RunClosed
+from hpc_elastic.run.events import Note
 from hpc_elastic.run.spec import RendezvousSettings
 from hpc_elastic.store.file_store import StoreError, StoreFullError
 from hpc_elastic.store.notifier import Notifier
@@ -491,13 +492,9 @@ def test_the_limit_of_open_files_is_no_refusal_of_the_filesystem() -> None:
     watch = RefusalWatch()
     watch.refused(OSError(errno.EMFILE, "Too many open files", "/runs/store/hb/1"), 0.0, 0)
     assert watch.now is not None
-    found = to_json(watch.now.to_event(12.0, over=True))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert found == {
-        "event": "health_warning",
-        "check": "descriptors",
-        "reason": f"no file could be opened for 12 s: open files: an agent may have {limit} (ulimit -Hn)",
-    }
+    reason = f"no file could be opened for 12 s: open files: an agent may have {limit} (ulimit -Hn)"
+    assert watch.now.to_event(12.0, over=True) == Note(subject="health_warning", text="descriptors", reason=reason)
 
 
 def alone(*beats: tuple[float, frozenset[str]], at: float) -> bool:
