@@ -10,7 +10,6 @@ know the run's secret, and each frame carries one of its own.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import socket
@@ -21,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
 
-from hpc_elastic.base.codec import UnreadableRecordError, dumps, load, loads, save
+from hpc_elastic.base.codec import Mac, UnreadableRecordError, dumps, load, loads, save
 from hpc_elastic.base.files import ask_about
 from hpc_elastic.checkpoints import folders
 from hpc_elastic.checkpoints.folders import (
@@ -130,12 +129,8 @@ class Header(Struct, frozen=True, kw_only=True):
     files: tuple[tuple[str, int], ...]
 
 
-def _mac(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, "sha256")
-
-
 class Channel:
-    def __init__(self, connection: socket.socket, secret: bytes, *, is_server: bool) -> None:
+    def __init__(self, connection: socket.socket, secret: Mac, *, is_server: bool) -> None:
         """Raises OSError: the other end is another program, or does not answer."""
         self._connection = connection
         connection.settimeout(_HELLO_SECONDS)
@@ -144,15 +139,15 @@ class Channel:
         other = self._read(_NONCE_BYTES)
         nonces = mine + other if is_server else other + mine
         names = (b"server", b"client") if is_server else (b"client", b"server")
-        connection.sendall(_mac(secret, names[0] + nonces))
-        if not hmac.compare_digest(self._read(_MAC_BYTES), _mac(secret, names[1] + nonces)):
+        connection.sendall(secret.of(names[0] + nonces))
+        if not secret.verifies(self._read(_MAC_BYTES), names[1] + nonces):
             raise ReplicaRefusedError("the other end does not know this run's secret")
-        self._keys = [_mac(secret, name + b" to other" + nonces) for name in names]
+        self._keys = [Mac(secret.of(name + b" to other" + nonces)) for name in names]
         self._counts = [0, 0]
         connection.settimeout(_ANSWER_SECONDS)
 
     def send(self, data: bytes) -> None:
-        code = _mac(self._keys[0], self._counts[0].to_bytes(8, "big") + data)
+        code = self._keys[0].of(self._counts[0].to_bytes(8, "big") + data)
         self._counts[0] += 1
         self._connection.sendall(len(data).to_bytes(4, "big") + code + data)
 
@@ -162,7 +157,7 @@ class Channel:
         if length > most:
             raise ReplicaRefusedError(f"a frame of {length} bytes, where {most} are the most")
         data = self._read(length)
-        if not hmac.compare_digest(head[4:], _mac(self._keys[1], self._counts[1].to_bytes(8, "big") + data)):
+        if not self._keys[1].verifies(head[4:], self._counts[1].to_bytes(8, "big") + data):
             raise ReplicaRefusedError("a frame that the other end did not send")
         self._counts[1] += 1
         return data
@@ -180,7 +175,7 @@ class Channel:
 class ReplicaServer:
     def __init__(self, local: Path, addresses: Sequence[str], secret: bytes, *, room: int) -> None:
         """Raises OSError: no address of this node can be listened at."""
-        self._local, self._secret, self._room = local, secret, room
+        self._local, self._secret, self._room = local, Mac(secret), room
         self._socket = _listen(addresses)
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
@@ -245,7 +240,7 @@ def send_part(address: str, secret: bytes, part: NodePart, *, owner: str, folder
     names = list(walk(folder))
     files = [(name, (folder / name).stat().st_size) for name in names]
     with socket.create_connection((host, int(port)), timeout=_HELLO_SECONDS) as connection:
-        channel = Channel(connection, secret, is_server=False)
+        channel = Channel(connection, Mac(secret), is_server=False)
         channel.send(dumps(Header(part=part, owner=owner, files=tuple(files))).encode())
         if answer := channel.receive(1000).decode("utf-8", "replace"):
             raise ReplicaRefusedError(f"{address}: {answer}")

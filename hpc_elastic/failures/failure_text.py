@@ -15,7 +15,6 @@ The first three are rewritten in place, so that every line keeps its number.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.base.codec import sha1
 from hpc_elastic.base.text import cut_end
 
 TEXT_LIMIT = 64 << 10
@@ -196,7 +196,7 @@ def fingerprint(
         end = f"signal:{signal}" if signal else f"exit:{exitcode}"
         if not is_said:
             return end
-        return f"{end}:{_digest(normalise_message(summary_line(message)))}"
+        return f"{end}:{sha1(normalise_message(summary_line(message)).encode('utf-8', 'replace')).hex()[:12]}"
     name = exception_type.rsplit(".", 1)[-1].rsplit("::", 1)[-1]
     mine = user_frames(frames)
     # A recorded traceback starts below the module's own frame.
@@ -204,12 +204,8 @@ def fingerprint(
     chosen = (inner or mine or tuple(frames))[-_FRAMES:]
     where = "|".join(f"{frame.file.rsplit('/', 1)[-1]}:{frame.function}" for frame in chosen)
     # What follows that line may be what another part of the program printed after the exception: a run's name, a time.
-    digest = _digest(f"{name}\n{normalise_message(summary_line(message))}\n{where}")
-    return f"{re.sub(r'[^A-Za-z0-9_]', '_', name)[:60]}:{digest}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha1(text.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:12]
+    digest = sha1(f"{name}\n{normalise_message(summary_line(message))}\n{where}".encode("utf-8", "replace"))
+    return f"{re.sub(r'[^A-Za-z0-9_]', '_', name)[:60]}:{digest.hex()[:12]}"
 
 
 _TITLE = "Traceback (most recent call last)"

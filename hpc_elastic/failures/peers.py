@@ -12,7 +12,6 @@ receives may differ between ranks that are in order.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import socket
@@ -26,6 +25,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from hpc_elastic.base.codec import sha1
 from hpc_elastic.base.host_facts import kernel_text
 from hpc_elastic.base.text import cut_end, plural, range_bounds
 from hpc_elastic.errors import HpcElasticError
@@ -154,7 +154,7 @@ def network_id(pid: int, *, proc: str = "/proc") -> str:
     except OSError:
         return ""
     boot = kernel_text(f"{proc}/sys/kernel/random/boot_id").strip()
-    return hashlib.sha1(f"{boot} {name}".encode(), usedforsecurity=False).hexdigest()[:8] if boot else ""
+    return sha1(f"{boot} {name}".encode()).hex()[:8] if boot else ""
 
 
 def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[int, int] | None:

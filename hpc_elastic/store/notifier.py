@@ -15,8 +15,6 @@ flood takes about one hundredth of a core. No node counts as silent for that tim
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import os
@@ -31,6 +29,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from hpc_elastic.base.clock import Clock, Offset, PeerClock, SystemClock, uptime_ns
+from hpc_elastic.base.codec import Mac, sha256
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
 
@@ -110,7 +109,7 @@ class Notifier:
 
         `run_uid` is mixed into every code: notifications of another run don't verify.
         """
-        self._key = hashlib.sha256(secret + b"\0" + run_uid.encode()).digest()
+        self._mac = Mac(sha256(secret + b"\0" + run_uid.encode()))
         self._uid = uid
         self._clock = clock or SystemClock()
         self._count = 0
@@ -172,7 +171,7 @@ class Notifier:
             body = _in_short(said).encode()
             try:
                 socket.inet_pton(socket.AF_INET, host)  # a name would be looked up, which blocks
-                self._socket.sendto(hmac.digest(self._key, body, "sha256") + body, (host, port))
+                self._socket.sendto(self._mac.of(body) + body, (host, port))
             except (OSError, OverflowError, ValueError):
                 continue
 
@@ -251,7 +250,7 @@ class Notifier:
         if len(data) > MAX_DATAGRAM:
             return "oversized"
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, hmac.digest(self._key, body, "sha256")):
+        if not self._mac.verifies(mac, body):
             return "forged"
         try:
             said = json.loads(body)

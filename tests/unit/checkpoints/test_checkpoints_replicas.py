@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.codec import dumps
+from hpc_elastic.base.codec import Mac, dumps
 from hpc_elastic.checkpoints.copying import Channel, Header, ReplicaRefusedError, ReplicaServer, send_part
 from hpc_elastic.checkpoints.folders import COPY, NodePart, Saving, files_of
 
@@ -34,7 +34,7 @@ def part_of(folder: Path, **files: bytes) -> Path:
 
 def connect(server: ReplicaServer, secret: bytes) -> Channel:
     host, port = server.address.split(":")
-    return Channel(socket.create_connection((host, int(port)), timeout=10), secret, is_server=False)
+    return Channel(socket.create_connection((host, int(port)), timeout=10), Mac(secret), is_server=False)
 
 
 def test_a_part_arrives_with_its_owner(server: ReplicaServer, tmp_path: Path) -> None:
