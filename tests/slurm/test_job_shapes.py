@@ -239,6 +239,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     def sleeping() -> list[int]:
         return [pid for pid, command in cluster.node_pids("n1", user="alice") if command == "sleep 600"]
 
+    wait_until(lambda: bool(sleeping()), timeout=60, what="the job that was submitted runs")
     (before,) = sleeping()
     run.kill_agent("n1")  # its guardian ends what carries its tag; so does the next agent
     run.wait_log(lambda log: "rank 0 of 1 gpus - round 1" in log, timeout=60)
