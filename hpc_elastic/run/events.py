@@ -6,8 +6,9 @@ A file is JSON lines of one writer; all are read together afterwards. A line is 
 fields. Times of two hosts are shown, never subtracted.
 
 Each event is a type, which writers build and readers get back: see `agent_events` and `control_events`. The class's
-name in snake case, or its `tag`, is the event's name in the file. A line of an earlier version may lack a field with a
-default; a line without one of the others is useless. Durations are seconds; `round` is its index in the attempt.
+name in snake case, or its `tag`, is the event's name in the file. What no program reads is a `Note`. A line of an
+earlier version may lack a field with a default; a line without one of the others is useless. Durations are seconds;
+`round` is its index in the attempt.
 
 docs/reference/events.md is generated: a class's docstring and the texts below its fields are its row.
 """
@@ -61,10 +62,10 @@ class CoordinatorEvent(RunEvent, frozen=True, kw_only=True):
 
 
 class Note(RunEvent, frozen=True, kw_only=True, omit_defaults=True):
-    """What only people read. `logs --events` takes its subject for its name."""
+    """An event that only people read. `logs --events` shows its subject as its name."""
 
     subject: str
-    """one of those below"""
+    """a key of `NOTES`"""
     text: str
     """what happened, in words"""
     reason: str = ""
@@ -92,7 +93,7 @@ NOTES = {
     "signal_heard": "An agent got a signal, and the supervisor has to find out its meaning.",
     "step_agreed": "All workers save after this step.",
 }
-"""The subjects of notes."""
+"""Each subject, and what it says in docs/reference/events.md."""
 
 
 def name_of(event: RunEvent | type[RunEvent]) -> str:
