@@ -7,7 +7,6 @@ worker that is stopped, by a signal or by this agent, can dump nothing: the work
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -61,23 +60,25 @@ class FlightRecorders:
 
     def ask(self, ranks: Iterable[int]) -> bool:
         if self._prefix:
+            pipes = self._files(ASK)
             for rank in ranks:
-                pipes = self._files(rank, ASK)
-                self._awaited += [pipe.removesuffix(ASK) + DUMP for pipe in pipes if _write(pipe)]
+                self._awaited += [pipe.removesuffix(ASK) + DUMP for pipe in pipes.get(rank, ()) if _write(pipe)]
                 self._nccl_asked += [rank] if _write(f"{self._prefix}nccl-{rank}.pipe") else []
         return bool(self._awaited or self._nccl_asked)
 
     def ask_for_arrivals(self, ranks: Iterable[int]) -> None:
-        for rank in ranks if self._prefix else ():
-            for pipe in self._files(rank, ASK):
+        pipes = self._files(ASK)
+        for rank in ranks:
+            for pipe in pipes.get(rank, ()):
                 _write(pipe, WHEN)
 
     def take_arrivals(self, ranks: Iterable[int]) -> dict[int, bytes]:
         """Rank → what was written since it was asked, as JSON. Reads files of the node's own disk, and removes them."""
         found: dict[int, bytes] = {}
-        for rank in ranks if self._prefix else ():
+        files = self._files(ARRIVALS)
+        for rank in ranks:
             raws = []
-            for path in self._files(rank, ARRIVALS):
+            for path in files.get(rank, ()):
                 raws.append(self._load(path) or b"")
                 os.unlink(path)
             if raws:
@@ -89,8 +90,9 @@ class FlightRecorders:
         none."""
         now = self._clock.monotonic()
         mute: dict[int, float] = {}
+        pipes = self._files(ASK)
         for local_rank, rank in ranks.items():
-            for pipe in self._files(rank, ASK) if self._prefix else ():
+            for pipe in pipes.get(rank, ()):
                 sign = pipe.removesuffix(ASK) + PONG
                 since = self._pinged.pop(pipe, now)
                 if os.path.exists(sign):
@@ -107,7 +109,7 @@ class FlightRecorders:
 
     def read(self, rank: int, keep_in: Path) -> FlightTail | None:
         dumps: list[RankDump] = []
-        found = [raw for path in self._files(rank, DUMP) if (raw := self._load(path))]
+        found = [raw for path in self._files(DUMP).get(rank, ()) if (raw := self._load(path))]
         # A child that imports torch, too, has recorded nothing.
         of_gloo, of_nccl = max(found, key=len, default=None), self._load(self._nccl(rank))
         for raw, name in ((of_gloo, f"flight-recorder-{rank}.json"), (of_nccl, f"flight-recorder-nccl-{rank}")):
@@ -126,12 +128,22 @@ class FlightRecorders:
     def forget(self, rank: int) -> None:
         if not self._prefix:
             return
-        for path in (*self._files(rank), f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
+        for path in (*self._files().get(rank, ()), f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
             with suppress(OSError):
                 os.unlink(path)
 
-    def _files(self, rank: int, ending: str = "") -> list[str]:
-        return glob.glob(f"{glob.escape(self._prefix)}gloo-{rank}.*{ending}")
+    def _files(self, ending: str = "") -> dict[int, list[str]]:
+        """Global rank → those of its processes."""
+        folder, _, start = f"{self._prefix}gloo-".rpartition("/")
+        found: dict[int, list[str]] = {}
+        try:
+            names = os.listdir(folder) if self._prefix else []
+        except OSError:
+            names = []  # removed: by the end of the user's last session, as systemd does
+        for name in names:
+            if name.startswith(start) and name.endswith(ending):
+                found.setdefault(int(name[len(start) :].partition(".")[0]), []).append(f"{folder}/{name}")
+        return found
 
     def _nccl(self, rank: int) -> str:
         return f"{self._users.get(rank) or f'{self._prefix}nccl-'}{rank}"
