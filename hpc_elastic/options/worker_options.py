@@ -216,7 +216,7 @@ OPTIONS = (
         help="seconds from SIGTERM to SIGKILL when workers are stopped (default 30)"),
     define(Group.WORKERS, "--monitor-interval", metavar="SECONDS", env="PET_MONITOR_INTERVAL",
         parse=parse_positive_seconds, in_spec=True,
-        help="poll interval; only a fallback, since workers are watched by events (default 5)"),
+        help="poll interval; only a fallback, since workers are watched by events (default 30)"),
     define(Group.NETWORK, "--rdzv-conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF", parse=parse_rdzv_conf,
         in_spec=True,
         help="rendezvous settings: timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, poll_interval, "

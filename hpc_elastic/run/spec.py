@@ -221,7 +221,7 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """Bytes per second of each node."""
     checkpoint_replicas: int = 0
     metrics: MetricsTarget | None = None
-    monitor_interval: float = 5.0
+    monitor_interval: float = 30.0
     """The fallback's poll interval; watching is by events."""
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0 and sees its own GPU alone."""
