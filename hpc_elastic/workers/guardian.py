@@ -39,7 +39,7 @@ _IGNORED = (
 _BOUND_S = 10.0
 _STALE_BOUND_S = 5.0
 _LOOK_S = 0.02
-_LOOK_AT_AGENT_S = 2.0
+_LOOK_AT_AGENT_S = 3.0
 _GUARDIANS_OWN_TIME_S = 1.0
 _QUESTION_S = 1.0
 _LEAVE = b"."
@@ -157,8 +157,8 @@ def _agent_died(
     children: ChildSnapshot,
 ) -> bool:
     clock = SystemClock()
-    pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
-    watch = StoppedWatch(limit=stopped_limit or float("inf"), longest_gap=2 * pause + 0.5)
+    longest = pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit * 3 / 8)
+    watch = StoppedWatch(limit=stopped_limit or float("inf"), longest_gap=2 * longest + 0.5)
     try:
         # The second way to see its death, should another process hold the pipe's other end by mistake.
         pidfd = linux.pidfd_open(agent)
@@ -174,6 +174,7 @@ def _agent_died(
         if proc is None or proc.is_dead:
             return True
         children.look()
+        pause = longest / 4 if proc.state == _STOPPED else longest
         stays_stopped = watch.look(proc.state, clock.monotonic())
         stays_stopped = stays_stopped and (ended is not None or not _is_true(still_takes_part))
         if stays_stopped and ended != children.pids:  # once: a stopped agent starts no more
