@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.membership import (
     record_number,
 )
 from hpc_elastic.rendezvous.proposals import DecideRestart, Proposal, RequestsToAll, consequences, link_event, to_event
-from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
+from hpc_elastic.rendezvous.schedule import EARLY, Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Ending, Listener, NodesCutOff, Succession
 from hpc_elastic.run.control_events import RoundOpened
@@ -166,7 +166,8 @@ class Participant:
         now = self.detector.begin_step()
         self.heartbeat_sender.recheck_if_asked(now)
         plans = self.waits_to_speak
-        if not (notified or plans) and now < self._idle_until and self._is_connected():
+        is_idle = now < self._idle_until - EARLY * self.intervals.stride and self._is_connected()
+        if is_idle and not (notified or plans):
             self._scanner.paused_for(self.detector.look_at(()))
             return min(self.intervals.stride, self._idle_until - now)
         self._scanner.listed = {}
@@ -175,7 +176,7 @@ class Participant:
         if not self._announced:
             notified = self._announce(now)
         self.heartbeat_sender.beat_if_due(
-            now, leads=self._leads(), connected=self._is_connected(), look_due=self._schedule.look_due
+            now, leads=self._leads(), connected=self._is_connected(), look_due=self._schedule.looks_from
         )
         self._schedule.update(idle=self._is_idle())
         looked = self._read_log(now, notified=notified)

@@ -153,6 +153,11 @@ class Schedule:
         self._survey_due = now
 
     @property
+    def looks_from(self) -> float:
+        """From when on a step looks at the log without a notification."""
+        return self.look_due - self._early
+
+    @property
     def is_idle_allowed(self) -> bool:
         """Return whether a coordinator would look more rarely while all is idle than else."""
         return self._idle_stride > self._intervals.stride
@@ -171,7 +176,7 @@ class Schedule:
         elif self._connected:  # lost: the answer to a question may be due
             self.look_due = min(self.look_due, now + self._spread(self._intervals.poll_anxious))
         self._connected = connected
-        if not notified and now < self.look_due - self._early:
+        if not notified and now < self.looks_from:
             return False
         self._looked_at = now
         self._interval = min(self._interval * 2, self._intervals.poll)

@@ -658,6 +658,20 @@ def test_a_read_that_blocks_makes_nobody_late_with_the_answer(store: SpyStore, c
     assert first.record.lost == ()
 
 
+def test_a_member_looks_with_the_beat_that_comes_a_little_before_its_look_is_due(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    """A step right before it would find nothing due, and be followed by another one."""
+    first, second = running(store, clock)
+    advance(clock, 5, first)
+    second.participant.detector.heard([first.info.uid])
+    second.settle_down()
+    for _ in range(8):
+        clock.now += 0.9996
+        second.participant.detector.heard([first.info.uid])
+        assert second.participant.step(notified=False) > 0.5
+
+
 def test_a_read_that_blocks_makes_no_coordinator_silent(store: SpyStore, clock: FakeClock) -> None:
     """Its beats were waiting in the socket meanwhile."""
     first, second, third = three(store, clock)
