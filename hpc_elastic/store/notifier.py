@@ -3,11 +3,7 @@
 Every decision is in the files. A lost notification costs the wait for the next poll; a lost beat makes no node lost,
 since a silent one is asked through the files. Where no packet gets through, the same program runs on polling alone.
 
-A datagram is an HMAC-SHA256 with the run's secret, and JSON: the sender's uid (``u``), the kind (``k``: ``ring`` or
-``beat``), a counter that only grows (``c``), the address and port that it was sent to (``to``, ``p``: so the receiver
-learns by which of its addresses others reach it), the key that was written, of a beat the newest record's (``a``), the
-addresses to notify in turn (``f``), whether the sender hears the receiver (``h``), whether the filesystem refuses the
-sender (``r``), the sender's clock (``t``), and by how much it may be ahead of the receiver's (``b``).
+A datagram is an HMAC-SHA256 with the run's secret, and `_Said` as JSON.
 
 After `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the notifier is muted until that time is over, so that a
 flood takes about one hundredth of a core. No node counts as silent for that time.
@@ -15,18 +11,18 @@ flood takes about one hundredth of a core. No node counts as silent for that tim
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import stat
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from msgspec import Struct, field
+from msgspec import MsgspecError, Struct, field
+from msgspec.json import Decoder, Encoder
 
 from hpc_elastic.base.clock import Clock, Offset, PeerClock, SystemClock, uptime_ns
 from hpc_elastic.base.codec import Mac, sha256
@@ -83,8 +79,31 @@ _REASONS = {
 }
 
 Address = tuple[str, int]
-_in_short = json.JSONEncoder(separators=(",", ":")).encode
-"""Made once: a beat a second is half of what a sleeping agent does."""
+
+
+class _Said(Struct, kw_only=True, omit_defaults=True):
+    u: str
+    """The sender's uid."""
+    k: Literal["ring", "beat"]
+    c: int
+    """A counter that only grows."""
+    to: str
+    """The address that it was sent to, and the port: so the receiver learns by which others reach it."""
+    p: int
+    a: str = ""
+    """The key that was written; of a beat, the newest record's."""
+    f: str = ""
+    """The addresses to notify in turn."""
+    h: bool = False
+    """The sender hears the receiver."""
+    r: bool = False
+    """The filesystem refuses the sender."""
+    t: int | None = None
+    """The sender's clock, and by how much it may be ahead of the receiver's."""
+    b: int | None = None
+
+
+_encode, _decode = Encoder().encode, Decoder(_Said).decode
 
 
 class ValidDatagrams(Struct):
@@ -146,11 +165,10 @@ class Notifier:
 
         `about` is the key that was written, so that they look past their caches for it. They notify `forward` in turn.
         """
-        more = {"a": about} if 0 < len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else {}
-        if forward:
-            packed = [socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in forward[:MOST_FORWARDED]]
-            more["f"] = b"".join(packed).hex()
-        self._send("ring", addresses, more)
+        packed = [socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in forward[:MOST_FORWARDED]]
+        about = about if len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else ""
+        for address in addresses:
+            self._send(_Said(u=self._uid, k="ring", c=0, to="", p=0, a=about, f=b"".join(packed).hex()), address)
 
     def beat(
         self, addresses: Iterable[Address], about: str = "", *, hears: bool = False, refused: bool = False
@@ -159,27 +177,24 @@ class Notifier:
 
         `about` is the key of the newest record; `hears`: it hears them; `refused`: the filesystem refuses it.
         """
-        self._send("beat", addresses, {"a": about, "h": 1 if hears else 0, **({"r": 1} if refused else {})})
+        for address in addresses:
+            self._send(_Said(u=self._uid, k="beat", c=0, to="", p=0, a=about, h=hears, r=refused), address)
 
-    def _send(self, kind: str, addresses: Iterable[Address], more: Mapping[str, Any]) -> None:
-        for host, port in addresses:
-            with self._lock:
-                self._count += 1
-                count = self._count
-            clock = {} if "f" in more else self._clock_offsets(host, port)  # with addresses there is no room
-            said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port, **more, **clock}
-            body = _in_short(said).encode()
-            try:
-                socket.inet_pton(socket.AF_INET, host)  # a name would be looked up, which blocks
-                self._socket.sendto(self._mac.of(body) + body, (host, port))
-            except (OSError, OverflowError, ValueError):
-                continue
-
-    def _clock_offsets(self, host: str, port: int) -> dict[str, int]:
-        now_ns = uptime_ns(self._clock)
-        known = self._clocks.get(self._senders.get((host, port), ""))
-        ahead = known.bound_to_send(now_ns) if known is not None else None
-        return {"t": now_ns} if ahead is None else {"t": now_ns, "b": ahead}
+    def _send(self, said: _Said, address: Address) -> None:
+        with self._lock:
+            self._count += 1
+            said.c = self._count
+        said.to, said.p = address
+        if not said.f:  # with addresses there is no room
+            said.t = uptime_ns(self._clock)
+            known = self._clocks.get(self._senders.get(address, ""))
+            said.b = known.bound_to_send(said.t) if known is not None else None
+        body = _encode(said)
+        try:
+            socket.inet_pton(socket.AF_INET, said.to)  # a name would be looked up, which blocks
+            self._socket.sendto(self._mac.of(body) + body, address)
+        except (OSError, OverflowError, ValueError):
+            pass
 
     def offset_to(self, uid: str) -> Offset | None:
         """Nanoseconds by which this host's clock since its boot is ahead of that of `uid`'s host; None: not known. Any
@@ -222,52 +237,40 @@ class Notifier:
                     self._muted_until = self._period_end
                     break
                 continue
-            sender, kind, said = accepted
-            found.alive.add(sender)
-            self._compare_clocks(sender, sender_address, said)
-            key = str(said.get("a", ""))
-            if key:
-                (found.about if kind == "ring" else found.newest).add(key)
-            if kind == "ring":
+            found.alive.add(accepted.u)
+            if accepted.t is not None:
+                clock = self._clocks.setdefault(accepted.u, PeerClock())
+                clock.received(sent_ns=accepted.t, received_ns=uptime_ns(self._clock), told_ns=accepted.b)
+                self._senders[sender_address] = accepted.u
+            if accepted.a:
+                (found.about if accepted.k == "ring" else found.newest).add(accepted.a)
+            if accepted.k == "ring":
                 found.notified = True
-                self.notify(_unpack(said.get("f")), key)
+                self.notify(_unpack(accepted.f), accepted.a)
             else:
-                found.hears[sender] = bool(said.get("h"))
-                (found.refused.add if said.get("r") else found.refused.discard)(sender)
+                found.hears[accepted.u] = accepted.h
+                (found.refused.add if accepted.r else found.refused.discard)(accepted.u)
         return found
 
-    def _compare_clocks(self, sender: str, address: Address, said: Mapping[str, Any]) -> None:
-        sent, bound = said.get("t"), said.get("b")
-        if type(sent) is not int:
-            return
-        now_ns = uptime_ns(self._clock)
-        known = self._clocks.setdefault(sender, PeerClock())
-        known.received(sent_ns=sent, received_ns=now_ns, told_ns=bound if type(bound) is int else None)
-        self._senders[address] = sender
-
-    def _accept(self, data: bytes) -> tuple[str, str, Mapping[str, Any]] | str:
-        """Sender, kind and content; or the reason to reject it."""
+    def _accept(self, data: bytes) -> _Said | str:
+        """What it says, or the reason to reject it."""
         if len(data) > MAX_DATAGRAM:
             return "oversized"
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not self._mac.verifies(mac, body):
             return "forged"
         try:
-            said = json.loads(body)
-            sender, kind, count, to = str(said["u"]), str(said["k"]), int(said["c"]), str(said["to"])
-            port = int(said["p"])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            said = _decode(body)
+        except (MsgspecError, RecursionError):
             return "garbled"
-        if kind not in ("ring", "beat"):
-            return "garbled"
-        if port != self.port:
+        if said.p != self.port:
             return "misdirected"
         # Each kind has its own newest: a notification that a beat overtook must still notify.
-        if count <= self._newest.get((sender, kind), 0):
+        if said.c <= self._newest.get((said.u, said.k), 0):
             return "repeated"  # an honest one that was overtaken by its like is no loss
-        self._newest[sender, kind] = count
-        self.reached.setdefault(to)
-        return sender, kind, said
+        self._newest[said.u, said.k] = said.c
+        self.reached.setdefault(said.to)
+        return said
 
     def _reject(self, reason: str, sender: Address) -> None:
         self.rejections[reason] += 1
@@ -289,9 +292,9 @@ class Notifier:
         self._socket.close()
 
 
-def _unpack(packed: object) -> list[Address]:
+def _unpack(packed: str) -> list[Address]:
     try:
-        raw = bytes.fromhex(packed) if isinstance(packed, str) else b""
+        raw = bytes.fromhex(packed)
     except ValueError:
         return []
     parts = [raw[at : at + 6] for at in range(0, len(raw) - len(raw) % 6, 6)]

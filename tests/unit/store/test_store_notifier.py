@@ -169,6 +169,8 @@ def test_addresses_are_kept_in_the_order_of_the_first_notification_that_reached_
         (lambda port: sealed(body(port, count="many")), "garbled"),
         (lambda port: sealed(body(port, count=None)), "garbled"),
         (lambda port: sealed(body(port, count=float("inf"))), "garbled"),
+        (lambda port: sealed(body(port, t="7")), "garbled"),
+        (lambda port: sealed(body(port, t=7, b=1e300)), "garbled"),
         (lambda port: sealed(b"[" * 400), "garbled"),
         (lambda port: sealed(body(port, kind="kill")), "garbled"),
         (lambda port: sealed(body(port + 1)), "misdirected"),
@@ -420,7 +422,7 @@ def test_how_long_packets_take_of_late_is_known(make_notifier: MakeNotifier) -> 
     assert b.travel_from("a") == pytest.approx((0.03e9, 0.03e9), rel=0.1)
 
 
-@pytest.mark.parametrize("said", [{}, {"t": "7"}, {"t": True}, {"t": None, "b": 1}, {"t": 1e300}, {"t": 7, "b": "7"}])
+@pytest.mark.parametrize("said", [{}, {"t": None, "b": 1}])
 def test_what_tells_no_time_compares_nothing(
     make_notifier: MakeNotifier, stranger: socket.socket, said: dict[str, object]
 ) -> None:
