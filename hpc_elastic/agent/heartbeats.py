@@ -249,6 +249,7 @@ class RoundBeats:
         self._folder = folder
         self._round = round_index
         self.paths = [folder.make_file(f"{round_index}-{local_rank}") for local_rank in range(count)]
+        self._lease = folder.make_file(f"{round_index}-lease") if count else ""
         self._last_look = now
         self.beats = [RankBeat(rank=first_rank + n, local_rank=n, section=SETUP, at=now) for n in range(count)]
 
@@ -265,36 +266,23 @@ class RoundBeats:
         return list(self.beats)
 
     def write_notice(self, notice: NoticeRecord) -> None:
-        self._write(*records.pack_notice(notice))
+        for path in self.paths:
+            _write(path, *records.pack_notice(notice))
 
     def write_lease(self, until_ns: int, looked_ns: int) -> None:
         """Writes as `pack_lease` says. Thread-safe."""
-        self._write(*records.pack_lease(until_ns, looked_ns))
-
-    def _write(self, offset: int, raw: bytes) -> None:
-        for path in self.paths:
-            try:
-                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:
-                continue
-            try:
-                os.pwrite(fd, raw, offset)
-            except OSError as error:
-                logger.warning("a worker's page can't be written: %s", error)
-            finally:
-                os.close(fd)
+        _write(self._lease, *records.pack_lease(until_ns, looked_ns))
 
     def renew(self, now: float) -> None:
         self.beats = [replace(beat, at=now) for beat in self.beats]
         self._last_look = now
 
     def remove(self) -> None:
-        for path in self.paths:
-            if path:
-                try:
-                    os.unlink(path)
-                except OSError:
-                    pass
+        for path in filter(None, (*self.paths, self._lease)):
+            try:
+                os.unlink(path)
+            except OSError:
+                pass
 
     def _read(self, before: RankBeat, path: str, now: float) -> RankBeat:
         if not path:
@@ -350,3 +338,16 @@ class RoundBeats:
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )
+
+
+def _write(path: str, offset: int, raw: bytes) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.pwrite(fd, raw, offset)
+    except OSError as error:
+        logger.warning("%s can't be written: %s", path, error)
+    finally:
+        os.close(fd)

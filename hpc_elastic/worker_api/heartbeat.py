@@ -209,6 +209,7 @@ class _Reporter:
     def __init__(self) -> None:
         self._map: object | None = None
         self._words: Any = ()
+        self._lease: Any = ()
         self.is_off = False
         self._retry_ns = 0
         self._lock_fd = -1
@@ -246,8 +247,8 @@ class _Reporter:
 
     def _hold(self, now: int) -> int:
         """The others may have gone on without this worker where the agent's lease is old. Returns the time."""
-        if 0 < self._words[LEASE] < now:
-            await_lease(lambda: self._words[LEASE] >= clock_gettime_ns(CLOCK_BOOTTIME))
+        if 0 < self._lease[LEASE] < now:
+            await_lease(lambda: self._lease[LEASE] >= clock_gettime_ns(CLOCK_BOOTTIME))
             now = clock_gettime_ns(CLOCK_BOOTTIME)
         return now
 
@@ -313,7 +314,7 @@ class _Reporter:
         if self._map is None and not self._open():
             return
         now = clock_gettime_ns(CLOCK_BOOTTIME)
-        if 0 < self._words[LEASE] < now:
+        if 0 < self._lease[LEASE] < now:
             now = self._hold(now)
         if self._last_section == b"checkpoint":
             self._checkpoint_ns += now - self._last_ns
@@ -384,16 +385,8 @@ class _Reporter:
         import fcntl
         import mmap
 
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = _open_page(path, os.O_RDWR)
         try:
-            info = os.fstat(fd)
-            # Another user who owns it could cut it off, and SIGBUS would kill this process.
-            if (
-                info.st_uid != os.geteuid()
-                or info.st_size != page.FILE_BYTES
-                or os.pread(fd, len(page.MAGIC), 0) != page.MAGIC
-            ):
-                raise ValueError("not a heartbeat's file of ours")
             try:
                 # Of this process, not of its children; the kernel takes it back when this process ends.
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -408,11 +401,29 @@ class _Reporter:
             if fd >= 0:
                 os.close(fd)
         self._pid = os.getpid()
-        self._words = memoryview(mapped).cast("q")
+        self._words = self._lease = memoryview(mapped).cast("q")
+        try:
+            fd = _open_page(page.lease_beside(path), os.O_RDONLY)
+        except FileNotFoundError:
+            pass  # there was no space for it
+        else:
+            self._lease = memoryview(mmap.mmap(fd, page.FILE_BYTES, access=mmap.ACCESS_READ)).cast("q")
+            os.close(fd)
         self._map = mapped
         if os.environ.get(JOURNAL_VARIABLE):
             self.journal = Journal()
         return True
+
+
+def _open_page(path: str, mode: int) -> int:
+    fd = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    info = os.fstat(fd)
+    # Another user who owns it could cut it off, and SIGBUS would kill this process.
+    is_ours = info.st_uid == os.geteuid() and info.st_size == page.FILE_BYTES
+    if not is_ours or os.pread(fd, len(page.MAGIC), 0) != page.MAGIC:
+        os.close(fd)
+        raise ValueError("not a heartbeat's file of ours")
+    return fd
 
 
 def _is_helper_process() -> bool:

@@ -1,6 +1,6 @@
 """``hpc_elastic.commit``, and the wait for a lease that is old: no node that thaws writes over a newer checkpoint.
 
-The node's agent writes into each worker's page until when the worker may take its round for the current one. A worker
+The node's agent writes into a file until when its workers may take their round for the current one. A worker
 whose lease is old (its node was frozen, or its agent stood still) waits in each call of this package until the agent
 has read the run's record again. Where the round is over, the agent kills it there.
 """
@@ -16,11 +16,11 @@ from collections.abc import Callable
 from time import CLOCK_BOOTTIME, clock_gettime_ns
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.worker_api.records import LEASE, QUESTIONS, VARIABLE
+from hpc_elastic.worker_api.records import LEASE, QUESTIONS, VARIABLE, lease_beside
 
 ASK_SECONDS = 1.0
 GONE_SECONDS = 10.0
-"""How long a worker without an agent waits to be ended: the guardian needs 3 s."""
+"""How long a worker without an agent waits to be ended: the guardian needs 4 s."""
 _LOOK_SECONDS = 0.001
 _WORDS = struct.Struct("=qq")
 
@@ -104,23 +104,20 @@ def _sync(path: str) -> None:
 
 
 def _await_look(page: str, what: str) -> None:
-    global _page
     try:
-        # Never closed: that would give back the lock by which this process reports for its worker.
-        if _page[0] != page:
-            _page = page, os.open(page, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(lease_beside(page), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         sys.stderr.write(f"hpc_elastic: {what}: the agent can't be asked whether the round is over: {error}\n")
         return
     asked_ns = clock_gettime_ns(CLOCK_BOOTTIME)
 
     def is_current() -> bool:
-        until_ns, looked_ns = _WORDS.unpack(os.pread(_page[1], _WORDS.size, LEASE * 8))
+        until_ns, looked_ns = _WORDS.unpack(os.pread(fd, _WORDS.size, LEASE * 8))
         if looked_ns < 0:
             raise RoundOverError(what=what, why="this worker's round is over")
         return until_ns == 0 or bool(looked_ns >= asked_ns and clock_gettime_ns(CLOCK_BOOTTIME) < until_ns)
 
-    await_lease(is_current, what)
-
-
-_page = ("", -1)
+    try:
+        await_lease(is_current, what)
+    finally:
+        os.close(fd)

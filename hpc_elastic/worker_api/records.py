@@ -9,6 +9,7 @@ enough to be written whole beside those of other ranks.
 
 from __future__ import annotations
 
+import os
 import struct
 from binascii import crc32
 from enum import Enum
@@ -38,7 +39,7 @@ CHECKPOINT = "checkpoint"
 """The section whose end is a checkpoint that is complete."""
 NAME_LIMIT = 32
 FILE_BYTES = 2048
-MAGIC = b"hpc-elastic heartbeat 6\n"
+MAGIC = b"hpc-elastic heartbeat 7\n"
 NO_STEP = -1
 LAST_STEP = (1 << 63) - 1
 """The largest step. As a checkpoint's: this worker does no step after it."""
@@ -48,9 +49,9 @@ _CHECKSUM = struct.Struct("<Q")
 _AT = (128, 288)
 _LENGTH = _CHECKSUM.size + _BODY.size
 LEASE = 4
-"""The word of 8 bytes in which the agent writes until when its lease on the round holds (0: it keeps none). The next
-word is when its last look at the newest record began that was past all caches (negative: the round is over).
-CLOCK_BOOTTIME, nanoseconds."""
+"""The word of 8 bytes in the lease's file in which the agent writes until when its lease on the round holds (0: it
+keeps none). The next word is when its last look at the newest record began that was past all caches (negative: the
+round is over). CLOCK_BOOTTIME, nanoseconds."""
 QUESTIONS = "questions"
 """A byte in this pipe beside the file asks the agent for such a look."""
 _SECTIONS_AT, MOST_SECTIONS = 512, 15
@@ -189,6 +190,12 @@ def read_spent(raw: bytes) -> dict[str, float]:
     """The seconds in each section that the worker has left; empty: too many to know."""
     nanoseconds = struct.unpack_from(f"={MOST_SECTIONS}q", raw, SPENT * 8) if len(raw) == FILE_BYTES else ()
     return {name: spent / 1e9 for name, spent in zip(read_sections(raw) or (), nanoseconds, strict=False)}
+
+
+def lease_beside(path: str) -> str:
+    """The lease's file of the same round: one for all workers of the node, of the same length as theirs."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f"{name.partition('-')[0]}-lease")
 
 
 def pack_lease(until_ns: int, looked_ns: int) -> tuple[int, bytes]:

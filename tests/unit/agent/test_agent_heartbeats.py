@@ -32,7 +32,16 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.progress import ProgressSource
-from hpc_elastic.worker_api.records import COLLECTIVES, FILE_BYTES, LOSS, TOTAL, VARIABLE
+from hpc_elastic.worker_api.records import (
+    COLLECTIVES,
+    FILE_BYTES,
+    LOSS,
+    TOTAL,
+    VARIABLE,
+    empty_file,
+    lease_beside,
+    pack_lease,
+)
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.heartbeat_page import write_record
 
@@ -223,6 +232,17 @@ def test_a_round_begins_in_setup_and_has_files_of_its_own(folder: HeartbeatFolde
     again.remove()
     assert list(folder.path.iterdir()) == []
     assert again.read(72.0)[0].section == "setup", "a file that is gone says nothing"
+
+
+def test_all_workers_of_a_round_find_one_lease_beside_their_pages(folder: HeartbeatFolder) -> None:
+    beats = RoundBeats(folder, round_index=4, first_rank=8, count=2, now=50.0)
+    beats.begin_again(1, 60.0)
+    beats.write_lease(7, 8)
+    offset, raw = pack_lease(7, 8)
+    (file,) = {lease_beside(path) for path in beats.paths}
+    assert Path(file).read_bytes() == empty_file()[:offset] + raw + empty_file()[offset + len(raw) :]
+    beats.remove()
+    assert not Path(file).exists()
 
 
 def test_when_a_worker_spoke(folder: HeartbeatFolder) -> None:

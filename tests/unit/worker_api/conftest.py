@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.worker_api import flight_recorder, heartbeat
-from hpc_elastic.worker_api.records import VARIABLE, empty_file
+from hpc_elastic.worker_api.records import VARIABLE, empty_file, lease_beside
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of a worker that is this process."""
     path = tmp_path / "page"
     path.write_bytes(empty_file())
+    Path(lease_beside(str(path))).write_bytes(empty_file())
     monkeypatch.setenv(VARIABLE, str(path))
     monkeypatch.setattr(heartbeat, "reporter", heartbeat._Reporter())
     monkeypatch.setattr(heartbeat, "_optimizer_steps", heartbeat._OptimizerSteps())

@@ -14,7 +14,7 @@ import pytest
 import hpc_elastic
 from hpc_elastic.base.loop import wait_readable
 from hpc_elastic.worker_api import heartbeat, lease, preemption
-from hpc_elastic.worker_api.records import QUESTIONS, VARIABLE, pack_lease, read_record
+from hpc_elastic.worker_api.records import QUESTIONS, VARIABLE, lease_beside, pack_lease, read_record
 
 HOUR = 3600 * 10**9
 
@@ -23,7 +23,7 @@ class Agent:
     """Answers questions, with a lease for an hour, by what `looked` says: the look's time is that of the question."""
 
     def __init__(self, page: Path) -> None:
-        self._page = page
+        self._file = Path(lease_beside(str(page)))
         os.mkfifo(page.parent / QUESTIONS)
         self._pipe = os.open(page.parent / QUESTIONS, os.O_RDWR | os.O_NONBLOCK)
         self.questions = 0
@@ -33,7 +33,7 @@ class Agent:
 
     def write(self, until_ns: int, looked_ns: int = 0) -> None:
         offset, raw = pack_lease(until_ns, looked_ns)
-        with open(self._page, "r+b", buffering=0) as file:
+        with open(self._file, "r+b", buffering=0) as file:
             file.seek(offset)
             file.write(raw)
 
@@ -59,7 +59,6 @@ class Agent:
 
 @pytest.fixture
 def agent(page: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    monkeypatch.setattr(lease, "_page", ("", -1))
     monkeypatch.setattr(lease, "GONE_SECONDS", 0.05)
     monkeypatch.setattr(lease, "ASK_SECONDS", 0.02)
     found = Agent(page)
@@ -151,6 +150,16 @@ def test_commit_renames_nothing_once_the_round_is_over_or_its_agent_is_gone(
 
 def test_commit_only_renames_where_no_agent_keeps_a_lease(page: Path, checkpoint: Path) -> None:
     assert commit(checkpoint) == "new"
+
+
+def test_where_the_disk_had_no_room_for_a_lease_there_is_none(
+    page: Path, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    os.unlink(lease_beside(str(page)))
+    heartbeat.heartbeat(1)
+    assert read_record(page.read_bytes()).step == 1
+    assert commit(checkpoint) == "new"
+    assert "the agent can't be asked whether the round is over" in capfd.readouterr().err
 
 
 def test_commit_replaces_a_folder_outside_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
