@@ -405,7 +405,7 @@ def _read_tail(path: str) -> tuple[bytes, bool, str]:
 
 
 def _find_far_back(path: str, tail: str, *, exitcode: int) -> FailureText | None:
-    step, end = 1 << 16, 0  # a message of megabytes has its header before the tail; larger buffers cost page faults
+    step, end = 1 << 17, 0  # a message of megabytes has its header before the tail; larger buffers cost page faults
     with EndReader(path) as file:
         while end < _SCAN_BACK and file.has(end):
             overlap = min(end, len(_HEADER))

@@ -154,7 +154,7 @@ class Schedule:
 
     @property
     def looks_from(self) -> float:
-        """From when on a step looks at the log without a notification."""
+        """A step looks at the log without a notification from then on."""
         return self.look_due - self._early
 
     @property

@@ -253,7 +253,7 @@ class Notifier:
         return found
 
     def _accept(self, data: bytes) -> _Said | str:
-        """What it says, or the reason to reject it."""
+        """Returns the reason to reject it where it is not valid."""
         if len(data) > MAX_DATAGRAM:
             return "oversized"
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
