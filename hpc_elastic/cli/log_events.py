@@ -322,7 +322,7 @@ _OF_ROUND: _Table = {
     of_agent.WorkersStopping: lambda e: "workers are being stopped",
     of_agent.WorkersStopped: _workers_stopped,
     of_agent.WorkersSucceeded: lambda e: "all workers here ended with 0",
-    control_events.RoundFrozen: lambda e: f"{plural(len(e.nodes), 'node')} are in",
+    control_events.RoundFrozen: lambda e: plural(len(e.nodes), "node"),
 }
 """Behind the round's number."""
 _OF_NODE: Mapping[type[RunEvent], Callable[[Any, str], str]] = {

@@ -309,7 +309,7 @@ def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str
         (
             "round_frozen",
             {"round": 2, "nodes": [0, 1], "reason": "restart 1 of 3"},
-            "round 2: 2 nodes are in: restart 1 of 3",
+            "round 2: 2 nodes: restart 1 of 3",
         ),
         ("requeue_decision", {"action": "end", "reason": "the run succeeded"}, "the job ends: the run succeeded"),
         (
