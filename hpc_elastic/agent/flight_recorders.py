@@ -7,6 +7,7 @@ worker that is stopped, by a signal or by this agent, can dump nothing: the work
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -134,15 +135,10 @@ class FlightRecorders:
 
     def _files(self, ending: str = "") -> dict[int, list[str]]:
         """Global rank → those of its processes."""
-        folder, _, start = f"{self._prefix}gloo-".rpartition("/")
+        start = f"{self._prefix}gloo-"
         found: dict[int, list[str]] = {}
-        try:
-            names = os.listdir(folder) if self._prefix else []
-        except OSError:
-            names = []  # removed: by the end of the user's last session, as systemd does
-        for name in names:
-            if name.startswith(start) and name.endswith(ending):
-                found.setdefault(int(name[len(start) :].partition(".")[0]), []).append(f"{folder}/{name}")
+        for path in glob.glob(f"{glob.escape(start)}*{ending}") if self._prefix else ():
+            found.setdefault(int(path[len(start) :].partition(".")[0]), []).append(path)
         return found
 
     def _nccl(self, rank: int) -> str:

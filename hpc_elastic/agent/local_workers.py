@@ -33,6 +33,7 @@ from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import ExitCode
 from hpc_elastic.run.spec import Container, Runtime
 from hpc_elastic.workers import tree
+from hpc_elastic.workers.linux import node_oom_kill_count
 from hpc_elastic.workers.spawn import (
     EXEC_WAIT_S,
     Inherited,
@@ -127,7 +128,8 @@ class LocalWorkers:
         self._container = container
         self._inside = Inside() if container is not None and container.image.runtime is not Runtime.PYXIS else None
         if container is not None and container.image.runtime is Runtime.PODMAN:
-            self.evidence.count_nodes_oom_kills()
+            # The workers' containers have cgroups of their own, which end with them.
+            self.evidence.is_nodes_oom, self.evidence.oom_kills = True, node_oom_kill_count() or 0
 
         def env_of(local_rank: int, extra: Mapping[str, str]) -> Mapping[str, str]:
             own = environment(local_rank, str(self.paths_of(local_rank).error_file))

@@ -125,11 +125,6 @@ class WorkerEvidence(Struct, eq=False):
     causes: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Fingerprint → pid and excerpt: what the job log has once it is known that the round ended for a rank here."""
 
-    def count_nodes_oom_kills(self) -> None:
-        """The workers' containers have cgroups of their own, which end with them. To be called before they start."""
-        self.is_nodes_oom = True
-        self.oom_kills = node_oom_kill_count() or 0
-
     def _oom_kills_since(self) -> int:
         return ((node_oom_kill_count if self.is_nodes_oom else oom_kill_count)() or 0) - self.oom_kills
 

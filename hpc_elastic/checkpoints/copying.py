@@ -291,7 +291,8 @@ class Replicator:
 
     def _name_next(self, named: list[Saving], newest: Saving) -> list[Saving]:
         done = [saving for saving in named if len(folders.names_in(self._folder(saving))) >= saving.count]
-        open_ones = [one for one in named if one not in done and one.is_of_round_of(newest)]
+        place = newest.attempt, newest.round
+        open_ones = [one for one in named if one not in done and (one.attempt, one.round) == place]
         kept = [*open_ones, *done[-1:]]
         for saving in named:
             if saving not in kept:

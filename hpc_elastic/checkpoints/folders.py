@@ -55,9 +55,6 @@ class Saving(Struct, frozen=True, order=True):
     count: int
     """Its parts: the nodes of that round."""
 
-    def is_of_round_of(self, other: Saving) -> bool:
-        return (self.attempt, self.round) == (other.attempt, other.round)
-
     def target(self, run_uid: str, *, prefix: str = TARGET) -> str:
         """The folder's name while the checkpoint is being copied, or replicated."""
         return f"{prefix}{self.step}.{run_uid[:8]}.{self.attempt}.{self.round}.{self.count}"

@@ -101,15 +101,6 @@ def there(found: Sequence[Candidate]) -> list[Candidate]:
     return present
 
 
-def is_trusted_by_name(candidate: Candidate) -> bool:
-    """Obey any owner's file that a variable names: the user says so. Root trusts root's files only.
-
-    What others say would be executed in the user's name (``python``, ``health-check``), and in /tmp any user may plant
-    a file above the working directory.
-    """
-    return candidate.required and os.geteuid() != 0
-
-
 def way_out(candidate: Candidate, error: UnsafePathError) -> str:
     variable = _variable_of(candidate.layer)
     leave_out = f"to ignore it, set {variable}= (empty)"

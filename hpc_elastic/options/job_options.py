@@ -200,8 +200,10 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
             as_given.append(f"{name}={text}" if text else name)
         elif text not in (None, "0"):
             as_given.append(name)
+    # A fixed number has its spares for certain; where less than MAX will do, a spare is not waited for either.
+    (least, most), whole = nodes, nodes[1] + spare_nodes(parsed)
     return SbatchOptions(
-        nodes=allocated_nodes(nodes, spare_nodes(parsed)),
+        nodes=f"{least}-{whole}" if least < most else str(whole),
         **plain,
         requeue=wants_requeue(parsed),
         grace=grace,
@@ -253,13 +255,6 @@ def segment_nodes(parsed: Parsed, nodes: tuple[int, int]) -> int:
                 f"--segment {segment}: {what} {count} is not a multiple of it, so a part of a segment would be unused"
             )
     return segment
-
-
-def allocated_nodes(nodes: tuple[int, int], spares: int) -> str:
-    """A fixed number has its spares for certain; where less than MAX will do, a spare is not waited for either."""
-    least, most = nodes
-    low = least if least < most else most + spares
-    return str(low) if low == most + spares else f"{low}-{most + spares}"
 
 
 def wants_requeue(parsed: Parsed) -> bool:

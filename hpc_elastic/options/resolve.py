@@ -172,7 +172,10 @@ def _read_files(
             state = f"not read, {has_project} comes first"
         elif candidate in present:
             try:
-                any_owner = config_files.is_trusted_by_name(candidate)
+                # Any owner's file that a variable names is obeyed: the user says so. Root trusts root's files only.
+                # What others say would be executed in the user's name (``python``, ``health-check``), and in /tmp any
+                # user may plant a file above the working directory.
+                any_owner = candidate.required and os.geteuid() != 0
                 settings = read_settings(candidate.path, keys, tables=candidate.tables, any_owner=any_owner)
                 state = "no [tool.hpc-elastic] in it"
             except FileNotFoundError:

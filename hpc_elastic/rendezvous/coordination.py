@@ -300,10 +300,9 @@ class Coordination:
         if participant is not None:
             if heard.muted:
                 participant.detector.packets_dropped_for(heard.muted)
+            for uid in heard.alive:
+                participant.detector.heard([uid], hears_us=heard.hears.get(uid))
             if heard.alive:
-                participant.detector.heard(heard.alive - heard.hears.keys(), hears_us=None)
-                for hears in (True, False):
-                    participant.detector.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
                 participant.notifications.add(heard.about)
                 news = participant.note_newest(heard.newest)
                 if self._refusals.heard(heard.hears.keys(), heard.refused, self._clock.monotonic()):

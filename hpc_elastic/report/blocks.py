@@ -158,7 +158,8 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks:
 
 def hung_ranks(part: RoundHistory) -> list[Block]:
     """The places of a hung round's ranks: main threads, other threads, last heartbeats; none without a stack."""
-    stacks = wording.known_stacks(part)
+    # Of these ranks a place is known: a stack, or where in the kernel they sat.
+    stacks = [group for group in part.stacks if group.stack or (group.state and not group.state.startswith("R "))]
     if not stacks:
         return []
     names = [f" [{clean_line(group.name)}]" if group.name else "" for group in part.threads]

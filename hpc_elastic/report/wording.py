@@ -21,7 +21,6 @@ from hpc_elastic.report.history import (
     OutputLoss,
     RoundHistory,
     RunHistory,
-    StackGroup,
 )
 from hpc_elastic.run.agent_events import RunSlowEnded, SlowRankEnded
 from hpc_elastic.run.paths import ExitCode, Outcome, outcome_text
@@ -253,11 +252,6 @@ def _membership(part: RoundHistory, after: RoundHistory) -> list[str]:
     change = [f"without {first_of(gone, 5)}"] if gone else []
     change += [f"with {first_of(came, 5)}"] if came else []
     return [*lines, f"round {after.index}: {size}, {'; '.join(change)}"]
-
-
-def known_stacks(part: RoundHistory) -> list[StackGroup]:
-    """The groups of ranks of which a place is known: a stack, or where in the kernel they sat."""
-    return [group for group in part.stacks if group.stack or (group.state and not group.state.startswith("R "))]
 
 
 def describe_unused_timeouts(history: RunHistory) -> list[str]:

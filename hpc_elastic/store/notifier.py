@@ -92,8 +92,8 @@ class _Said(Struct, kw_only=True, omit_defaults=True):
     p: int
     a: str = ""
     """The key that was written; of a beat, the newest record's."""
-    f: str = ""
-    """The addresses to notify in turn."""
+    f: bytes = b""
+    """The addresses to notify in turn, of 6 bytes each."""
     h: bool = False
     """The sender hears the receiver."""
     r: bool = False
@@ -165,10 +165,10 @@ class Notifier:
 
         `about` is the key that was written, so that they look past their caches for it. They notify `forward` in turn.
         """
-        packed = [socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in forward[:MOST_FORWARDED]]
+        packed = b"".join(socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in forward[:MOST_FORWARDED])
         about = about if len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else ""
         for address in addresses:
-            self._send(_Said(u=self._uid, k="ring", c=0, to="", p=0, a=about, f=b"".join(packed).hex()), address)
+            self._send(_Said(u=self._uid, k="ring", c=0, to="", p=0, a=about, f=packed), address)
 
     def beat(
         self, addresses: Iterable[Address], about: str = "", *, hears: bool = False, refused: bool = False
@@ -246,7 +246,9 @@ class Notifier:
                 (found.about if accepted.k == "ring" else found.newest).add(accepted.a)
             if accepted.k == "ring":
                 found.notified = True
-                self.notify(_unpack(accepted.f), accepted.a)
+                parts = [accepted.f[at : at + 6] for at in range(0, len(accepted.f) - 5, 6)]
+                to = [(socket.inet_ntoa(part[:4]), int.from_bytes(part[4:], "big")) for part in parts]
+                self.notify(to, accepted.a)
             else:
                 found.hears[accepted.u] = accepted.h
                 (found.refused.add if accepted.r else found.refused.discard)(accepted.u)
@@ -290,15 +292,6 @@ class Notifier:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _unpack(packed: str) -> list[Address]:
-    try:
-        raw = bytes.fromhex(packed)
-    except ValueError:
-        return []
-    parts = [raw[at : at + 6] for at in range(0, len(raw) - len(raw) % 6, 6)]
-    return [(socket.inet_ntoa(part[:4]), int.from_bytes(part[4:], "big")) for part in parts]
 
 
 def open_notifier(*, secret: bytes, run_uid: str, uid: str, host: str, addresses: Sequence[str]) -> Notifier | None:

@@ -401,14 +401,10 @@ class _Reporter:
             if fd >= 0:
                 os.close(fd)
         self._pid = os.getpid()
-        self._words = self._lease = memoryview(mapped).cast("q")
-        try:
-            fd = _open_page(page.lease_beside(path), os.O_RDONLY)
-        except FileNotFoundError:
-            pass  # there was no space for it
-        else:
-            self._lease = memoryview(mmap.mmap(fd, page.FILE_BYTES, access=mmap.ACCESS_READ)).cast("q")
-            os.close(fd)
+        fd = _open_page(page.lease_beside(path), os.O_RDONLY)
+        self._lease = memoryview(mmap.mmap(fd, page.FILE_BYTES, access=mmap.ACCESS_READ)).cast("q")
+        os.close(fd)
+        self._words = memoryview(mapped).cast("q")
         self._map = mapped
         if os.environ.get(JOURNAL_VARIABLE):
             self.journal = Journal()

@@ -152,14 +152,16 @@ def test_commit_only_renames_where_no_agent_keeps_a_lease(page: Path, checkpoint
     assert commit(checkpoint) == "new"
 
 
-def test_where_the_disk_had_no_room_for_a_lease_there_is_none(
+def test_without_the_leases_file_nothing_is_sent_and_commit_renames(
     page: Path, checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     os.unlink(lease_beside(str(page)))
     heartbeat.heartbeat(1)
-    assert read_record(page.read_bytes()).step == 1
+    assert read_record(page.read_bytes()) is None
     assert commit(checkpoint) == "new"
-    assert "the agent can't be asked whether the round is over" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "this worker's heartbeats and notices are off" in said
+    assert "the agent can't be asked whether the round is over" in said
 
 
 def test_commit_replaces_a_folder_outside_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
