@@ -191,8 +191,6 @@ class HeartbeatWatch:
     def begin_again(self, local_rank: int) -> None:
         now = self._clock.monotonic()
         self._beats.begin_again(local_rank, now)
-        if self._lease is not None:
-            self._lease.show()
         self.due = now if self.due is not None else None
 
     def environment(self, local_rank: int) -> dict[str, str]:

@@ -304,7 +304,7 @@ class Lease:
         with self._lock:
             self._round, self._write, self.is_over = round_index, write, False
             self._judge(was_silent=False)
-            self.show()
+            self._show()
 
     def end(self) -> None:
         with self._lock:
@@ -315,7 +315,7 @@ class Lease:
         with self._lock:
             self._notice_gap()
             self._renewed_at = self._clock.monotonic()
-            self.show()
+            self._show()
             return self._lapsed_at is not None
 
     def wants_look(self) -> bool:
@@ -342,7 +342,7 @@ class Lease:
             self._is_asked, self._looked_at = False, began
             if self._lapsed_at is not None and began >= self._lapsed_at:
                 self._lapsed_at = None
-            self.show()
+            self._show()
 
     def stepped(self, *, renews: bool) -> None:
         """All reads and writes of a step have worked; it `renews` where there are no beats."""
@@ -350,7 +350,7 @@ class Lease:
         if renews:
             self.renew()
 
-    def show(self) -> None:
+    def _show(self) -> None:
         """Put the lease before the workers. One that is over shows no time that has not passed."""
         if self._write is not None and self._renewed_at:
             is_valid = self._lapsed_at is None and not self.is_over
@@ -365,7 +365,7 @@ class Lease:
                 now - self._renewed_at,
             )
             self._renewed_at, self._lapsed_at = now, now
-            self.show()
+            self._show()
 
     def _judge(self, *, was_silent: bool) -> None:
         if self._record is None or self._write is None or self.is_over:
@@ -375,4 +375,4 @@ class Lease:
         )
         if self.is_over:
             logger.warning("round %d went on without this node: its workers are killed at once", self._round)
-            self.show()
+            self._show()
