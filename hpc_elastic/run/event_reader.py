@@ -168,8 +168,9 @@ class EventFile:
         return bool(self._begun)
 
     def events(self) -> Iterator[EventLine]:
-        while (found := self.read() or self.rest()) is not None:
+        while (found := self.read()) is not None:
             yield from found
+        yield from self.rest() or ()
 
     def left_out(self) -> list[str]:
         name = f"{self._path.parent.name}/{self._path.name}"

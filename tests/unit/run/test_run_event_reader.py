@@ -79,6 +79,15 @@ ODD_LINES = (
 )
 
 
+@pytest.mark.parametrize(("other", "names"), [('{"event": "other"}', ["wanted"]), ("no event", None)])
+def test_what_stands_behind_a_chunk_without_an_event_is_found(
+    tmp_path: Path, other: str, names: list[str] | None
+) -> None:
+    path = tmp_path / "agent-00000-a.jsonl"
+    path.write_text(f"{other}\n" * 9 + '{"event": "wanted"}\n' + f"{other}\n" * 9)
+    assert [event.name for event in EventFile(path, names=names, chunk=32).events()] == ["wanted"]
+
+
 @pytest.mark.parametrize("raw", ODD_LINES)
 def test_a_line_reads_as_its_values_do(tmp_path: Path, raw: bytes) -> None:
     """What the fast decoder takes, and what it refuses and the other one reads, are the same event."""
