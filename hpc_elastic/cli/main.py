@@ -55,10 +55,8 @@ _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 
 
 def console_main() -> NoReturn:
-    """The command itself. `hpc_elastic.cli` has let Ctrl-C end the process until here."""
+    """The command itself. `hpc_elastic.cli` lets Ctrl-C end the process until `_end_imports`."""
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.disable()  # until all is imported, of which nothing is garbage: a tenth of an agent's start
         if COMPLETE_VARIABLE in os.environ:
             from hpc_elastic.cli.config import answer_shell
@@ -116,7 +114,7 @@ def _dispatch(argv: list[str]) -> int:
         _import_msgspec()
         from hpc_elastic.agent.main import agent_main
 
-        _enable_collector()
+        _end_imports()
         return agent_main(rest)
     for called in (name, *(f"{name} {word.partition('=')[0]}" for word in rest)):
         if called in _REMOVED:
@@ -138,7 +136,7 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
 
     _import_msgspec()
     module = import_module(f"hpc_elastic.cli.{module_name}")
-    _enable_collector()
+    _end_imports()
     if main_of := of_subcommand(module, "main", name):
         return int(main_of(argv))
     from hpc_elastic.options.table import read_arguments
@@ -160,8 +158,11 @@ def _import_msgspec() -> None:
         del sys.modules["typing_extensions"]
 
 
-def _enable_collector() -> None:
-    """It never looks at what the imports have made."""
+def _end_imports() -> None:
+    """The garbage collector never looks at what they have made; Ctrl-C is an exception from now on. In an import Python
+    may print it, and go on."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -180,7 +181,7 @@ def _batch(argv: list[str]) -> int:
     from hpc_elastic.launch import batch
     from hpc_elastic.slurm.job_environment import without_run_variables
 
-    _enable_collector()
+    _end_imports()
     if len(argv) == 4 and argv[0] in ("--finish", "--finish-unconfirmed") and argv[1].isdecimal():
         confirmed = argv[0] == "--finish"
         return batch.finish_attempt(Path(argv[3]), int(argv[1]), os.environ, agent=argv[2], confirmed=confirmed)
