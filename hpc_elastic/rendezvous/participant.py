@@ -86,6 +86,7 @@ class Participant:
         self._scanner = ClaimScanner(store, info.uid, self.peers, self.detector)
         self._succession = Succession(store, info, settings, self.intervals, self.detector, rng)
         self._schedule = Schedule(self.intervals, rng, now)
+        self._early = EARLY * self.intervals.stride
         self._store_id = StoreId(store, run_id, patience=settings.heartbeat_interval)
         self.heartbeat_sender = HeartbeatSender(
             store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
@@ -166,7 +167,7 @@ class Participant:
         now = self.detector.begin_step()
         self.heartbeat_sender.recheck_if_asked(now)
         plans = self.waits_to_speak
-        is_idle = now < self._idle_until - EARLY * self.intervals.stride and self._is_connected()
+        is_idle = now < self._idle_until - self._early and self._is_connected()
         if is_idle and not (notified or plans):
             self._scanner.paused_for(self.detector.look_at(()))
             return min(self.intervals.stride, self._idle_until - now)
@@ -176,7 +177,7 @@ class Participant:
         if not self._announced:
             notified = self._announce(now)
         self.heartbeat_sender.beat_if_due(
-            now, leads=self._leads(), connected=self._is_connected(), look_due=self._schedule.looks_from
+            now, leads=self._leads(), connected=self._is_connected(), look_due=self._schedule.look_due - self._early
         )
         self._schedule.update(idle=self._is_idle())
         looked = self._read_log(now, notified=notified)

@@ -153,11 +153,6 @@ class Schedule:
         self._survey_due = now
 
     @property
-    def looks_from(self) -> float:
-        """A step looks at the log without a notification from then on."""
-        return self.look_due - self._early
-
-    @property
     def is_idle_allowed(self) -> bool:
         """Return whether a coordinator would look more rarely while all is idle than else."""
         return self._idle_stride > self._intervals.stride
@@ -176,7 +171,7 @@ class Schedule:
         elif self._connected:  # lost: the answer to a question may be due
             self.look_due = min(self.look_due, now + self._spread(self._intervals.poll_anxious))
         self._connected = connected
-        if not notified and now < self.looks_from:
+        if not notified and now < self.look_due - self._early:
             return False
         self._looked_at = now
         self._interval = min(self._interval * 2, self._intervals.poll)
