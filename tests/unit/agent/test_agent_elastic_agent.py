@@ -357,9 +357,10 @@ def test_a_failure_that_no_restart_would_help_ends_the_run_at_once() -> None:
     assert len(agent.started) == 1
 
 
-@pytest.mark.parametrize("knows_that_it_is_over", [True, False])
-def test_a_late_failure_elsewhere_starts_those_that_were_done_again(knows_that_it_is_over: bool) -> None:
-    meeting = Meeting(2, MemoryRoundStore if knows_that_it_is_over else WaitingStore)
+@pytest.mark.parametrize("is_tuple", [None, True, False], ids=["ours", "a tuple", "an object"])
+def test_a_late_failure_elsewhere_starts_those_that_were_done_again(is_tuple: bool | None) -> None:
+    """Over any rendezvous: rounds are counted where they have no number."""
+    meeting = Meeting(2, MemoryRoundStore if is_tuple is None else WaitingStore)
     in_barrier = threading.Event()
 
     def done_first(group: WorkerGroup) -> MonitorResult:
@@ -373,12 +374,14 @@ def test_a_late_failure_elsewhere_starts_those_that_were_done_again(knows_that_i
         return succeed(group)
 
     handlers: list[Any] = [MemoryHandler(meeting, node) for node in range(2)]
-    if not knows_that_it_is_over:
-        handlers = [TupleHandler(handler, is_tuple=True) for handler in handlers]
+    if is_tuple is not None:
+        handlers = [TupleHandler(handler, is_tuple=is_tuple) for handler in handlers]
     agents = [ToyAgent(a_spec(handlers[0]), done_first), ToyAgent(a_spec(handlers[1]), fails_once_the_other_waits)]
     results = run_all(agents)
     assert all(isinstance(result, RunResult) for result in results), results
     assert [agent.get_worker_group().round for agent in agents] == [1, 1]
+    assert [agent.log for agent in agents] == [["start 0", "stop 0", "start 1"]] * 2
+    assert dict(results[1]) == {2: 20, 3: 30}
 
 
 def test_whatever_goes_wrong_the_workers_are_stopped() -> None:
@@ -476,20 +479,6 @@ def test_ranks_are_contiguous_over_all_and_over_each_role(groups: list[GroupFact
     for role in {group.role for group in groups}:
         own = [in_role for other, _, in_role in places if other == role]
         assert [rank for in_role in own for rank in in_role.global_ranks] == list(range(own[0].world_size))
-
-
-@pytest.mark.parametrize("is_tuple", [True, False])
-def test_any_rendezvous_is_taken_and_its_rounds_are_counted_where_it_has_no_number(is_tuple: bool) -> None:
-    meeting = Meeting(2, WaitingStore)
-    handlers = [TupleHandler(MemoryHandler(meeting, node), is_tuple=is_tuple) for node in range(2)]
-    agents = [
-        ToyAgent(a_spec(handler), lambda group: fail(group) if group.round == 0 else succeed(group))
-        for handler in handlers
-    ]
-    results = run_all(agents)
-    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
-    assert [agent.log for agent in agents] == [["start 0", "stop 0", "start 1"]] * 2
-    assert dict(results[1]) == {2: 20, 3: 30}
 
 
 class TorchsNames(ToyAgent):
