@@ -1,34 +1,8 @@
-"""What an agent does next: every phase with every event."""
+"""The states of workers."""
 
 from __future__ import annotations
 
-import pytest
-
-from hpc_elastic.agent.supervision import TRANSITIONS, WORKER_STATE, Event, Phase, WorkerState, next_phase
-
-
-def test_every_phase_has_a_row_and_can_be_reached() -> None:
-    assert set(TRANSITIONS) == set(Phase)
-    reached, new = {Phase.JOINING}, {Phase.JOINING}
-    while new:
-        new = {after for phase in new for after in TRANSITIONS[phase].values()} - reached
-        reached |= new
-    assert reached == set(Phase)
-
-
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
-@pytest.mark.parametrize("event", [Event.CLOSED, Event.LEAVE])
-def test_the_end_is_never_far(phase: Phase, event: Event) -> None:
-    """Where workers may run they are ended first."""
-    after = next_phase(phase, event)
-    with_workers = phase in (Phase.RUNNING, Phase.DONE, Phase.STOPPING, Phase.LEAVING)
-    assert after is (Phase.LEAVING if with_workers else Phase.ENDED)
-    if with_workers:
-        assert next_phase(after, Event.STOPPED) is Phase.ENDED
-
-
-def test_workers_are_started_only_from_a_confirmed_round() -> None:
-    assert [phase for phase, row in TRANSITIONS.items() if Phase.RUNNING in row.values()] == [Phase.READY]
+from hpc_elastic.agent.supervision import WORKER_STATE, Phase, WorkerState
 
 
 def test_every_phase_but_the_last_has_a_state_of_the_workers() -> None:
