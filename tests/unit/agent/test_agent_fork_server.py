@@ -36,20 +36,6 @@ def test_a_server_is_given_up_when_nothing_is_left_or_none_ever_works(
     assert bool(why_given_up(preload, starts=starts)) is bool(reason)
 
 
-def test_a_spare_takes_over_what_another_node_has_learned_and_left_out() -> None:
-    mine = Preload(modules=("torch",), learned=("torch.a",), left_out={"torch.x": "mine"}, is_auto=True)
-    other = Preload(modules=("torch",), learned=("torch.b", "torch.y"), left_out={"torch.x": "other", "torch.y": "y"})
-    merged = mine.merged(other)
-    assert merged.wanted == ["torch", "torch.a", "torch.b"]
-    assert (merged.left_out["torch.x"], merged.is_auto) == ("mine", True)
-
-
-def test_what_is_left_out_is_not_imported_and_what_is_learned_comes_last() -> None:
-    preload = Preload(modules=("torch", "mine")).with_learned(["torch.x", "mine"]).with_learned(["torch.y"])
-    assert preload.wanted == ["torch", "mine", "torch.x", "torch.y"]
-    assert preload.without("torch.x", "it opens a socket").wanted == ["torch", "mine", "torch.y"]
-
-
 def test_what_was_learned_is_there_for_the_next_attempt_and_for_auto_alone(tmp_path: Path) -> None:
     path = tmp_path / "preload.json"
     assert preload_for(("auto", "mine"), path) == Preload(modules=("torch", "mine"), is_auto=True)
