@@ -19,7 +19,7 @@ from hpc_elastic.agent import hang_detector
 from hpc_elastic.agent.hang_detector import Counts, HangDetector, Stall, judge_run, next_stall, read_counts
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
 from hpc_elastic.agent.heartbeat_watch import Hang
-from hpc_elastic.agent.nccl_watch import NcclWatch, limit_without_progress
+from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.base import codec
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError
@@ -81,13 +81,6 @@ def test_a_worker_that_runs_and_does_not_answer_stalls() -> None:
 def test_a_node_whose_workers_have_all_ended_stalls_from_their_end_on() -> None:
     assert stall_after({0: BUSY}, {}, {}, {}).began == 60.0
     assert stall_after({0: BUSY}, {0: BUSY}, {0: BUSY}, running=2).began is None, "a container has not come up"
-
-
-def test_the_runs_own_pauses_make_the_limit_longer() -> None:
-    stall = stall_after(*({0: Counts(cpu=cpu)} for cpu in (50, 50, 50, 50, 100, 100)))
-    assert (stall.longest, stall.began) == (180.0, 300.0)
-    assert limit_without_progress(stall.longest, 300.0) == 540.0
-    assert limit_without_progress(stall.longest, 900.0) == 900.0
 
 
 def test_this_process_is_counted_with_its_children() -> None:
@@ -313,20 +306,6 @@ def test_a_worker_that_ends_while_its_dump_is_awaited_ends_no_agent(
     assert run.until_hang(2) is None
 
 
-@pytest.mark.parametrize("is_mute", [False, True], ids=["it does nothing", "it computes and holds its interpreter"])
-def test_the_next_round_is_watched_from_its_start_on(steps: Callable[..., Steps], is_mute: bool) -> None:
-    run = steps()
-    run.until(lambda _: False, 3)
-    run.detector.before_stop()
-    run.pace = run.pace * is_mute
-    run.cpu, run.record.round = 0.0, 1
-    run.detector.on_start(started(1, 1))
-    began = run.clock.monotonic()
-    run.workers.mute = {0: began + 30.0} if is_mute else {}
-    assert run.until_hang(9) is not None
-    assert run.clock.monotonic() - began < 420
-
-
 def test_an_agent_that_was_stopped_itself_finds_no_hang_for_it(steps: Callable[..., Steps]) -> None:
     """A suspended job: for an hour nobody has done anything."""
     run = steps()
@@ -335,15 +314,6 @@ def test_an_agent_that_was_stopped_itself_finds_no_hang_for_it(steps: Callable[.
     run.pace = 0.0
     assert run.until_hang(5) is None
     assert run.until_hang(5) is not None
-
-
-def test_a_node_whose_workers_have_ended_goes_on_judging_the_others(steps: Callable[..., Steps]) -> None:
-    run = steps(names="ab")
-    run.until(lambda _: False, 3)
-    run.workers.running_pids, run.workers.running = {}, []
-    run.folder.mkdir(mode=0o700)
-    codec.save(run.folder / "node-00001.json", NodeStall(round=0, seconds=400.0, ranks=(StalledRank(rank=1),)))
-    assert "no rank of 1 has made progress" in run.until_hang(12).reason
 
 
 def test_a_node_that_looks_later_is_waited_for(steps: Callable[..., Steps]) -> None:
