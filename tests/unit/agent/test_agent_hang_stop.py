@@ -260,24 +260,6 @@ def test_less_time_ends_the_moment_and_as_much_does_not() -> None:
     assert moment.ends.calls == ["begin", 2.0]
 
 
-def test_a_symptom_is_observed_and_no_other_failure() -> None:
-    symptom = WorkerFailure(
-        global_rank=3,
-        failure_class=FailureClass.SYMPTOM,
-        message="RuntimeError: Rank 2 failed to pass monitoredBarrier in 2000 ms",
-        traceback=(
-            "Traceback (most recent call last):\n"
-            '  File "/me/train.py", line 8, in step\n    dist.monitored_barrier()\n'
-            '  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 99, in monitored_barrier\n'
-            "    return pg.monitored_barrier()\n"
-            "RuntimeError: Rank 2 failed to pass monitoredBarrier in 2000 ms"
-        ),
-    )
-    found = observe_failure(symptom, latest_ns=0)
-    assert (found.rank, found.call, found.at, found.names) == (3, "monitored_barrier", "train.py:8 step", (2,))
-    assert observe_failure(WorkerFailure(failure_class=FailureClass.ROOT), latest_ns=0) is None
-
-
 def test_a_silent_rank_is_observed_with_its_line_of_the_source(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("def save():\n    with lock:\n        pass\n")
