@@ -88,12 +88,6 @@ def test_a_slow_rank_is_named_with_what_it_costs(ranks: int, buckets: int, waits
     assert found.step == pytest.approx(step, rel=0.2 if slow is quota else 0.05)
 
 
-@pytest.mark.parametrize("slow", [compute, loader])
-def test_two_slow_ranks_are_both_named(slow: Extra) -> None:
-    group, _ = train(8, buckets=4, waits=False, slow={1: slow, 5: slow})
-    assert sorted(late.rank for late in judge(group).late) == [1, 5]
-
-
 @SHAPES
 @pytest.mark.parametrize(
     ("slow", "imbalance"),
