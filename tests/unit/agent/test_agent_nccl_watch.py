@@ -52,18 +52,6 @@ STANDS = [[world(9, 9, 9, 9)]]
 DIFFERS = [[world(9, 9, 8, 9)]]
 
 
-def test_all_that_stand_still_for_long_may_hang_or_rest() -> None:
-    assert after(*WORKS, *STANDS * 6) == StallFound(
-        since=180.0,
-        hang=Hang(
-            source=Source.NCCL,
-            reason="all 4 ranks have launched the same collectives of NCCL, and none for 5 min 00 s",
-            seconds=300.0,
-        ),
-        is_even=True,
-    )
-
-
 PAUSED = [*WORKS, *STANDS * 4, [world(10, 10, 10, 10)]]
 """For 3 minutes."""
 
@@ -229,9 +217,3 @@ def test_only_the_node_of_group_rank_0_asks_and_no_older_version(
     with FakeRas(lambda: as_json(1, 1, 1, 1)) as server:
         Scene(tmp_path / "suspicions", server, group_rank=group_rank).minutes(3)
         assert server.asked == []
-
-
-def test_no_address_no_question(tmp_path: Path) -> None:
-    scene = Scene(tmp_path / "suspicions", None)
-    assert scene.nccl.due is None
-    assert scene.minutes(2) == []
