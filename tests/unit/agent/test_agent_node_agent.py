@@ -918,12 +918,6 @@ def test_a_cause_that_is_known_elsewhere_ends_the_moment(play: MakePlay) -> None
     p.run(*RUNNING, fails, [joinable(1)], p.shows(moment_ended=True), *[[]] * 5, [closed(Outcome.FAILED)])
 
 
-def test_the_sockets_of_the_workers_are_looked_at_when_that_is_due(play: MakePlay) -> None:
-    p = play()
-    p.run(*RUNNING, p.worker(sockets=SimpleNamespace(due=0.0)), [], [closed(Outcome.FAILED)], [], [])
-    assert p.workers[0].socket_looks == 1
-
-
 @pytest.mark.parametrize("symptoms", [False, True])
 def test_a_node_whose_workers_have_ended_gives_their_sockets_where_others_have_symptoms(
     play: MakePlay, symptoms: bool
