@@ -189,14 +189,6 @@ def test_the_furthest_step_is_never_forgotten(changes: dict[str, int], step: int
     assert decide_restart(failure(**changes), memory=AT_10).memory.step == step
 
 
-def test_a_kill_from_outside_is_never_the_same_failure_again() -> None:
-    memory = FailureMemory()
-    for used in range(3):
-        decision = decide_restart(failure(fingerprint=""), used=used, memory=memory)
-        assert decision.go_on
-        memory = decision.memory
-
-
 def read_only(node: int, fingerprint: str = "OSError:1a") -> NodeFailure:
     return replace(failure("infrastructure", node=node), fingerprint=fingerprint)
 
@@ -264,12 +256,6 @@ def failed(
         fingerprint=f"F{rank}",
         retryable=retryable,
         last_step=step,
-    )
-
-
-def test_one_failure_is_told_by_rank_and_first_line() -> None:
-    assert sum_up([failed(5, 1)], node=2, seconds=7.5) == NodeFailure(
-        node=2, message="rank 5: failure of 5", fingerprint="F5", failure_class="root", retryable=True, seconds=7.5
     )
 
 
