@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -336,25 +335,8 @@ def test_a_healthy_run_is_not_slow(usual: Seconds) -> None:
     assert not any(pace.is_slow for pace in look_at(Pace(), usual, hours=6))
 
 
-def test_a_run_that_slowed_down_is_slow_until_it_is_as_fast_again() -> None:
-    looks = list(look_at(Pace(), lambda now: 1.0 if not 2 * HOUR < now < 4 * HOUR else 1.25, hours=6))
-    slow = [pace for pace in looks if pace.is_slow]
-    assert 2 * HOUR + 120 < slow[0].at < 2 * HOUR + 600
-    assert 4 * HOUR + 120 < slow[-1].at < 4 * HOUR + 600
-    changes = sum(one.is_slow is not other.is_slow for one, other in pairwise(looks))
-    assert changes == 2
-    assert (slow[5].now, slow[5].best) == (pytest.approx(1.25, rel=0.01), pytest.approx(1.0, rel=0.01))
-
-
 def test_steps_that_drop_slowly_are_found_too() -> None:
     assert list(look_at(Pace(), lambda now: 1 + now / HOUR * 0.05, hours=5))[-1].is_slow
-
-
-def test_another_round_is_compared_with_the_best_hour_of_all() -> None:
-    before = list(look_at(Pace(), lambda now: 1.0, hours=2))[-1]
-    begun = Pace(best=before.best, spread=before.spread)
-    assert list(look_at(begun, lambda now: 1.5, hours=0.5, begin=9000))[-1].is_slow
-    assert not list(look_at(Pace(), lambda now: 1.5, hours=2, begin=9000))[-1].is_slow, "of another world size"
 
 
 def test_a_step_that_goes_back_begins_again() -> None:
