@@ -71,12 +71,6 @@ def environment(base: dict[str, str] | None = None, facts: RoundFacts = FACTS, l
     return worker_environment(base or {}, facts, local_rank=local_rank, error_file="/runs/x/error.json")
 
 
-def test_each_local_rank_has_its_own_ranks() -> None:
-    first = environment(local_rank=0)
-    assert (first["RANK"], first["LOCAL_RANK"], first["ROLE_RANK"]) == ("4", "0", "4")
-    assert first["LOCAL_WORLD_SIZE"] == "2"
-
-
 def test_a_virtual_local_rank_is_0_and_sees_its_own_gpu_alone() -> None:
     """As torchrun's ``--virtual-local-rank``."""
     facts = replace(FACTS, spec=replace(SPEC, virtual_local_rank=True))
@@ -98,38 +92,16 @@ def test_a_wandb_run_is_each_ranks_own_and_the_same_in_every_round_and_attempt()
 
 
 def test_all_that_torchrun_gives_and_ours_is_added_to_the_agents_own_which_is_not_changed() -> None:
-    base = {"PATH": "/bin", "USER_SETTING": "a b\nc"}
+    """Also under torchrun, or in a shell where somebody exported a rank."""
+    left = {key: "stale" for key in TORCHRUNS if key not in ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")}
+    base = {"PATH": "/bin", "USER_SETTING": "a b\nc", **left, "HPC_ELASTIC_TAG": "another:run:x"}
+    before = dict(base)
     assert environment(base) == {**base, **TORCHRUNS, **OURS}
-    assert base == {"PATH": "/bin", "USER_SETTING": "a b\nc"}
-
-
-def test_what_another_launcher_left_is_replaced() -> None:
-    """An agent that runs under torchrun, or in a shell where somebody exported a rank."""
-    base = {key: "stale" for key in TORCHRUNS if key not in ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")}
-    base |= {"HPC_ELASTIC_TAG": "another:run:x"}
-    assert environment(base) == {**TORCHRUNS, **OURS}
-
-
-@pytest.mark.parametrize(
-    ("base", "local_world_size", "expected"),
-    [
-        ({}, 1, None),
-        ({}, 2, "1"),
-        ({}, 8, "1"),
-        ({"OMP_NUM_THREADS": "7"}, 1, "7"),
-        ({"OMP_NUM_THREADS": "7"}, 8, "7"),
-        ({"OMP_NUM_THREADS": ""}, 8, ""),
-    ],
-)
-def test_threads_are_limited_only_where_unset_and_there_are_several_workers(
-    base: dict[str, str], local_world_size: int, expected: str | None
-) -> None:
-    facts = replace(FACTS, layout=replace(LAYOUT, local_world_size=local_world_size))
-    assert environment(base, facts, local_rank=0).get("OMP_NUM_THREADS") == expected
+    assert base == before
 
 
 def test_what_the_user_set_stays_and_where_no_store_of_ours_serves_rank_0_opens_it() -> None:
-    base = {"PYTHONFAULTHANDLER": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    base = {"PYTHONFAULTHANDLER": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "OMP_NUM_THREADS": ""}
     changed = base | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     env = environment(base, replace(FACTS, agent_store=False))
     assert env == {**{name: value for name, value in (TORCHRUNS | OURS).items() if name in env}, **changed}
