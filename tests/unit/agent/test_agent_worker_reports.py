@@ -363,26 +363,19 @@ def test_without_a_notice_nobody_looks_and_while_no_worker_runs_it_is_nothing_to
     assert node.pages.told == []
 
 
-def test_the_workers_are_told_twice_and_each_time_once() -> None:
-    node = NoticedNode()
+def test_a_notice_that_leaves_less_time_is_told_and_one_that_leaves_more_is_not() -> None:
+    node = NoticedNode("SIGUSR1")
     began = node.clock.now
     node.on_record(NOTICED)
     node.on_record(replace(NOTICED, number=7))
     node.clock.now += 3
     node.on_record(AGREED)
-    assert node.pages.told == [(began + 60, STEP_PENDING), (began + 60, 30)], "the deadline stays"
-
-
-def test_a_notice_that_leaves_less_time_is_told_and_one_that_leaves_more_is_not() -> None:
-    node = NoticedNode("SIGUSR1")
-    began = node.clock.now
-    node.on_record(NOTICED)
-    node.on_record(AGREED)
-    node.clock.now += 10
+    node.clock.now += 7
     node.on_record(replace(AGREED, number=8, notice=RunNotice("SIGTERM on n1", 15.0, step=30)))
     node.clock.now += 1
     node.on_record(replace(AGREED, number=9, notice=RunNotice("another", 40.0, step=30)))
-    assert [deadline - began for deadline, _ in node.pages.told] == [60, 60, 25, 25]
+    told = [(deadline - began, step) for deadline, step in node.pages.told]
+    assert told == [(60, STEP_PENDING), (60, 30), (25, 30), (25, 30)]
     assert node.sent == [signal.SIGUSR1] * 2, "once to each"
 
 
@@ -441,22 +434,6 @@ def agreed() -> NoticedNode:
 
 
 SAVED = {"checkpoints": 1, "saved_step": 30}
-
-
-def test_the_node_has_saved_when_all_its_workers_have() -> None:
-    node = noted()
-    node.pages.put(0, checkpoints=4, saved_step=30)
-    node.pages.put(1, **SAVED)
-    assert node.read(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
-    node = agreed()
-    assert node.read(after=1.0) is None
-    assert node.read(running=()) is None, "all have ended: `ended` says why"
-    node.pages.put(1, **SAVED)
-    assert node.read(after=1.0) is None
-    node.pages.put(0, checkpoints=4, saved_step=31)
-    reply = node.read(after=1.0)
-    assert (reply.round, reply.status) == (2, None)
-    assert node.watch.due is None, "there is no more to say"
 
 
 @pytest.mark.parametrize(
