@@ -141,12 +141,6 @@ def test_of_an_array_the_task_that_was_asked_for(version: str) -> None:
     assert client.job_state(JobId("nonesuch")) == states[0]
 
 
-def test_another_users_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, stderr = captured("22.05.8", "err-scancel-other-users-job")
-    with pytest.raises(SlurmError, match="denied"):
-        answering("", rc=210, stderr=stderr).cancel(JOB)
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_config(version: str) -> None:
     config = parse_show_config(captured(version, "scontrol-show-config")[1])
