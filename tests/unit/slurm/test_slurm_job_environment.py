@@ -124,13 +124,6 @@ def test_another_jobs_step_and_a_special_one_are_none(changes: dict[str, str]) -
     assert JobEnvironment.from_env({**TASK, **changes}).task is None
 
 
-def test_multi_dimensional_lists_and_counts() -> None:
-    job = JobEnvironment.from_env(TASK)
-    assert job.nodes == expand("r1n01,r1n02,r2n01,r2n02")
-    assert job.task is not None
-    assert job.task.tasks_per_node == (4, 4, 1, 1)
-
-
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -232,20 +225,6 @@ def test_expands_as_slurm_does(version: str, text: str, rc: str, names: str, std
 )
 def test_compresses_as_slurm_does(version: str, option: str, names: str, rc: str, compressed: str, stderr: str) -> None:
     assert compress(expand(names)) == compressed
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"),
-        ("r[1-2]n[1,3]-ib", "r1n1-ib r1n3-ib r2n1-ib r2n3-ib"),
-        ("a,b[9-10],c", "a b9 b10 c"),
-        ("n[098-101]", "n098 n099 n100 n101"),
-        ("", ""),
-    ],
-)
-def test_expands(text: str, names: str) -> None:
-    assert expand(text) == tuple(names.split())
 
 
 @pytest.mark.parametrize(
