@@ -676,29 +676,6 @@ def test_a_process_that_nothing_ends_is_not_waited_for_again(play: MakePlay) -> 
     assert p.workers[1].excluded[0] == {77, 99}
 
 
-def test_the_loop_never_meets_an_illegal_event(play: MakePlay) -> None:
-    """Every record in every phase: what must be ignored is ignored."""
-    records = [
-        *(kind(round_index) for kind in (joinable, frozen, final) for round_index in (0, 1, 5)),
-        final(1, BOTH[1:]),
-        frozen(1, BOTH[1:]),
-        closed(),
-    ]
-    runs = [[frozen(1)], [final(1)]]
-    for phase in set(Phase) - {Phase.ENDED}:
-        for record in records:
-            p = play()
-            prefixes: dict[Phase, list[Step]] = {
-                Phase.JOINING: [[START]],
-                Phase.READY: runs[:1],
-                Phase.RUNNING: runs,
-                Phase.DONE: [*runs, p.finish, []],
-                Phase.STOPPING: [*runs, p.worker([joinable(2)], looks_to_stop=3)],
-                Phase.LEAVING: [*runs, p.worker([closed()], looks_to_stop=3)],
-            }
-            p.run(*prefixes[phase], phase, [record], [closed()], *([[]] * 30))
-
-
 @pytest.mark.parametrize(
     ("heard", "codes", "tries"),
     [
