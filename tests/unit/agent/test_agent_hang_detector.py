@@ -25,7 +25,7 @@ from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.progress import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
+from hpc_elastic.run.progress import HangSettings, NodeStall, StalledRank, Suspicion, parse_hangs
 from hpc_elastic.workers import tree
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
@@ -199,19 +199,6 @@ def test_only_a_pause_of_all_nodes_makes_the_limit_longer() -> None:
 @pytest.mark.parametrize("other", [None, NodeStall(round=1, seconds=400.0)])
 def test_a_node_that_works_or_stalled_in_another_round_shows_no_hang(other: NodeStall | None) -> None:
     assert judged({**node_stalls(flights=True), 1: other}) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("observe", HangSettings()),
-        ("act", HangSettings(action=OnHang.ACT)),
-        ("act:600", HangSettings(action=OnHang.ACT, least=600.0)),
-        ("observe:1.5", HangSettings(least=1.5)),
-    ],
-)
-def test_what_the_option_means(text: str, settings: HangSettings) -> None:
-    assert parse_hangs(text) == settings
 
 
 @pytest.mark.parametrize("text", ["", "no", "act:", "act:0", "act:x", "act:nan", "act:1e99"])
