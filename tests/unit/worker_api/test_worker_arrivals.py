@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,16 +85,3 @@ def test_what_an_answer_costs() -> None:
     found = [read_group(rank, name, group, kinds) for rank in range(8) for name, group in groups.items()]
     written = NodeArrivals(round=0, since_ns=0, kinds=tuple(kinds), groups=count_from_first(found)[1])
     assert len(json.dumps(codec.to_json(written))) < 16e3
-
-
-def test_a_byte_brings_them(ask: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    dump = (DATA / "gloo_2.13_other_0").read_bytes()
-    c10d = SimpleNamespace(_dump_fr_trace_json=lambda whole: dump)
-    torch = SimpleNamespace(__version__="2.13.0", _C=SimpleNamespace(_distributed_c10d=c10d))
-    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
-    monkeypatch.setattr(flight_recorder.atexit, "register", lambda *rest: None)
-    path = ask(lambda: flight_recorder.start(lambda *args, **kwargs: False), flight_recorder.WHEN, "when")
-    answer = json.loads(path.read_text())
-    assert list(answer["groups"]) == ["gloo 0"]
-    assert 0 <= answer["seconds"] < 1
-    assert not list(path.parent.glob("*.json")), "it was not asked for a whole dump"
