@@ -38,16 +38,6 @@ def test_every_byte_comes_out_once_however_it_is_cut(text: bytes, cuts: list[int
         assert whole == (text if text.endswith(b"\n") or not text else text + b"\n")
 
 
-def test_a_progress_bar_shows_its_last_state() -> None:
-    assert _lines(b"\r 10%", b"\r 20%", b"\r100%\n") == b"100%\n"
-    assert _lines(b"plain\r\nwindows\r\n") == b"plain\nwindows\n"
-    splitter = LineSplitter()
-    assert splitter.feed(b"\r 10%\r 20%") == b""
-    assert splitter.flush() == b" 20%\n"
-    assert splitter.feed(b"\r 30%\ndone\n") == b" 30%\ndone\n"
-    assert not splitter.has_partial
-
-
 def test_a_bar_that_was_shown_is_less_urgent_and_its_end_no_line_of_its_own() -> None:
     splitter = LineSplitter()
     splitter.feed(b"\r 10%")
@@ -157,16 +147,6 @@ def test_neither_half_a_character_nor_half_a_sequence_is_shown_before_its_rest_c
     assert splitter.flush(final=True) == b"half \xc3\n", "at the end all is shown"
     assert unfinished(b"\xff") == unfinished(b"\x80\x80\x80") == unfinished(b"") == 0
     assert unfinished(b"\x1b" + b"[" + b"1" * 1000) == 0, "not for ever"
-
-
-def test_endless_line_comes_in_pieces_of_bounded_size() -> None:
-    splitter = LineSplitter()
-    total = 0
-    for _ in range(100):
-        piece = splitter.feed(b"x" * 5000)
-        total += piece.count(b"x")
-        assert len(piece) <= LONGEST_PARTIAL + 5001
-    assert total + splitter.flush().count(b"x") == 500_000
 
 
 def test_endless_line_with_carriage_returns_is_not_quadratic() -> None:
