@@ -40,21 +40,6 @@ def writer(path: Path, *, size: int = 100, count: int = 1000) -> LogFile:
     return LogFile(path, on_end=list, on_loss=lambda *_: None, limit=PieceLimit(size=size, count=count))
 
 
-def test_what_is_not_there_yet_comes_later(tmp_path: Path) -> None:
-    path = tmp_path / "stdout.log"
-    reader = OutputReader(path)
-    assert reader.read() is None
-    path.write_bytes(b"one\ntw")
-    assert rest_of(reader) == b"one\n"
-    assert reader.has_begun_line
-    with open(path, "ab") as file:
-        file.write(b"o\nthree")
-    assert rest_of(reader) == b"two\n"
-    rest = reader.rest()
-    assert (rest.data, rest.head) == (b"three\n", Place(0, 8))
-    assert reader.rest() is None
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     parts=st.lists(st.binary(max_size=40).map(lambda raw: raw.replace(b"\r", b"\n")), max_size=40),
