@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hpc_elastic.agent.heartbeat_watch import (
     LEARNED_INTERVALS,
     Hang,
     judge,
     learned_timeout,
+    limit_of,
+    next_look,
 )
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.run.option_values import SectionTimeouts
@@ -23,8 +26,8 @@ def beat(rank: int = 0, *, age: float, step: int | None = 5, section: str = "ste
     return RankBeat(rank=rank, local_rank=rank, section=section, at=NOW - age, step=step, count=count)
 
 
-def verdict(*beats: RankBeat) -> Hang | None:
-    return judge(beats, TIMEOUTS, now=NOW)
+def verdict(*beats: RankBeat, timeouts: SectionTimeouts = TIMEOUTS, learned: float | None = None) -> Hang | None:
+    return judge(beats, timeouts, now=NOW, learned=learned)
 
 
 # -- the learned timeout
@@ -46,6 +49,14 @@ def test_the_reason_names_rank_section_step_age_and_timeout() -> None:
     )
     silent = RankBeat(rank=1, local_rank=0, section="setup", at=NOW - 901)
     assert verdict(silent).reason == "rank 1 hangs: no heartbeat for 901.0 s in section 'setup' (timeout 900 s)"
+
+
+def test_step_auto_judges_nobody_before_it_has_learned() -> None:
+    auto = SectionTimeouts(learns_step=True)
+    assert judge([beat(age=1e5)], auto, now=NOW, learned=None) is None
+    assert judge([beat(age=99)], auto, now=NOW, learned=100.0) is None
+    assert verdict(beat(age=100), timeouts=auto, learned=100.0).seconds == 100.0
+    assert limit_of(beat(age=0, section="checkpoint"), auto, learned=100.0) is None
 
 
 _BEATS = st.lists(
@@ -72,6 +83,21 @@ def test_a_verdict_rests_on_a_time_that_is_over(beats: list[RankBeat]) -> None:
         (culprit,) = (b for b in beats if b.rank == found.ranks[0] and b.local_rank in found.hung)
         steps = [-1 if b.step is None else b.step for b in over]
         assert (-1 if culprit.step is None else culprit.step) <= min(steps)
+
+
+@given(beats=_BEATS, later=st.floats(0, 3000))
+def test_no_hang_is_missed_between_two_looks(beats: list[RankBeat], later: float) -> None:
+    """Whatever the workers say meanwhile: before the next look nobody's time can be over who was not judged now."""
+    if judge(beats, TIMEOUTS, now=NOW) is not None:
+        return
+    due = next_look(beats, TIMEOUTS, now=NOW)
+    assert due is not None
+    assert NOW < due <= NOW + 60.0
+    moment = NOW + later
+    if moment < due:
+        assert judge(beats, TIMEOUTS, now=moment) is None
+        moved = [replace(b, section="step", at=NOW) for b in beats]
+        assert judge(moved, TIMEOUTS, now=moment) is None
 
 
 # -- who is behind it

@@ -19,13 +19,13 @@ from hpc_elastic.agent import hang_detector
 from hpc_elastic.agent.hang_detector import Counts, HangDetector, Stall, judge_run, next_stall, read_counts
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
 from hpc_elastic.agent.heartbeat_watch import Hang
-from hpc_elastic.agent.nccl_watch import NcclWatch
+from hpc_elastic.agent.nccl_watch import NcclWatch, limit_without_progress
 from hpc_elastic.base import codec
 from hpc_elastic.base.loop import FileExecutor
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.progress import HangSettings, NodeStall, StalledRank, Suspicion, parse_hangs
+from hpc_elastic.run.progress import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
 from hpc_elastic.workers import tree
 from tests.rigs.agent_site import hang_site
 from tests.rigs.fake_clock import FakeClock
@@ -81,6 +81,13 @@ def test_a_worker_that_runs_and_does_not_answer_stalls() -> None:
 def test_a_node_whose_workers_have_all_ended_stalls_from_their_end_on() -> None:
     assert stall_after({0: BUSY}, {}, {}, {}).began == 60.0
     assert stall_after({0: BUSY}, {0: BUSY}, {0: BUSY}, running=2).began is None, "a container has not come up"
+
+
+def test_the_runs_own_pauses_make_the_limit_longer() -> None:
+    stall = stall_after(*({0: Counts(cpu=cpu)} for cpu in (50, 50, 50, 50, 100, 100)))
+    assert (stall.longest, stall.began) == (180.0, 300.0)
+    assert limit_without_progress(stall.longest, 300.0) == 540.0
+    assert limit_without_progress(stall.longest, 900.0) == 900.0
 
 
 def test_this_process_is_counted_with_its_children() -> None:
@@ -199,6 +206,19 @@ def test_only_a_pause_of_all_nodes_makes_the_limit_longer() -> None:
 @pytest.mark.parametrize("other", [None, NodeStall(round=1, seconds=400.0)])
 def test_a_node_that_works_or_stalled_in_another_round_shows_no_hang(other: NodeStall | None) -> None:
     assert judged({**node_stalls(flights=True), 1: other}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("observe", HangSettings()),
+        ("act", HangSettings(action=OnHang.ACT)),
+        ("act:600", HangSettings(action=OnHang.ACT, least=600.0)),
+        ("observe:1.5", HangSettings(least=1.5)),
+    ],
+)
+def test_what_the_option_means(text: str, settings: HangSettings) -> None:
+    assert parse_hangs(text) == settings
 
 
 @pytest.mark.parametrize("text", ["", "no", "act:", "act:0", "act:x", "act:nan", "act:1e99"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.agent.hang_stop import (
     DelayedStop,
@@ -289,6 +290,7 @@ def test_a_peer_that_another_agent_may_have_ended_is_not_named() -> None:
     for latest, peer in ((1000, "[10.0.0.7]:41234"), (999, "")):
         found = observe_failure(symptom, latest_ns=latest)
         assert found.peer == peer
+    assert observe_failure(replace(symptom, failure_class=FailureClass.ROOT), latest_ns=1000) is None
 
 
 def test_the_process_of_a_loader_shows_its_function() -> None:

@@ -66,6 +66,18 @@ def test_a_fixed_port_is_used_again_while_its_old_connections_linger(server: Sto
         client.close()
 
 
+def test_releasing_ends_every_copy_of_the_socket_and_may_be_repeated(server: StoreServer) -> None:
+    """The process that serves may be stuck in the kernel, its copy with it."""
+    server.release()
+    _, port = server.bind("127.0.0.1", None)
+    with server._listener.dup():
+        server.release()
+        server.release()
+        assert server.state is StoreState.IDLE
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
 def test_a_port_in_use_is_named(server: StoreServer, address: str) -> None:
     with socket.socket() as other:

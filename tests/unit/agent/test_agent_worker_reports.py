@@ -436,6 +436,22 @@ def agreed() -> NoticedNode:
 SAVED = {"checkpoints": 1, "saved_step": 30}
 
 
+def test_the_node_has_saved_when_all_its_workers_have() -> None:
+    node = noted()
+    node.pages.put(0, checkpoints=4, saved_step=30)
+    node.pages.put(1, **SAVED)
+    assert node.read(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
+    node = agreed()
+    assert node.read(after=1.0) is None
+    assert node.read(running=()) is None, "all have ended: `ended` says why"
+    node.pages.put(1, **SAVED)
+    assert node.read(after=1.0) is None
+    node.pages.put(0, checkpoints=4, saved_step=31)
+    reply = node.read(after=1.0)
+    assert (reply.round, reply.status) == (2, None)
+    assert node.watch.due is None, "there is no more to say"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "running"),
     [

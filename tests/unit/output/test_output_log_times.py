@@ -86,6 +86,19 @@ def test_names() -> None:
     assert times_node(".times-node-00012.55.ab") is None
 
 
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 40_000)), min_size=1, max_size=80))
+def test_a_byte_was_printed_at_the_time_that_is_known_or_up_to_10_ms_after_it(chunks: list[tuple[int, int]]) -> None:
+    times, offset, now = RecentTimes(), 0, 10**15
+    printed = []
+    for count, later in chunks:
+        now += later
+        times.note(offset, now)
+        printed += [now] * count
+        offset += count
+    assert all(0 <= at - times.at_us(place) < FINEST_US for place, at in enumerate(printed))
+    assert times.at_us(-1) == 0
+
+
 def test_the_newest_times_are_known_best() -> None:
     times = RecentTimes()
     for number in range(20 * MOST_RECENT):
