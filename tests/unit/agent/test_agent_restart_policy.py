@@ -14,7 +14,6 @@ from hpc_elastic.agent.hang_stop import WorkerSlot
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
 from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence
-from hpc_elastic.failures.classify import may_be_of_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.proposals import RestartDecision
@@ -203,15 +202,6 @@ def test_a_read_only_filesystem_of_all_nodes_is_a_wrong_path_and_of_one_its_moun
     assert "the same failure 2 times in a row" in both.reason
     alone = replace(_in_round(0), memory=first.memory)
     assert not POLICY.decide_restart(alone, [read_only(0)]).go_on, "there is no other node"
-
-
-def test_a_read_only_filesystem_has_a_fingerprint() -> None:
-    text = "OSError: [Errno 30] Read-only file system: '/results.txt'"
-    one = make_failure(0, at=1, exception=text)
-    one = replace(one, failure_class=FailureClass.INFRASTRUCTURE)
-    assert wrong_input(one)
-    assert may_be_of_node(one)
-    assert sum_up([replace(one, fingerprint="F")], node=0, seconds=1.0, workers=2).fingerprint == "F"
 
 
 @pytest.mark.parametrize(("times", "most", "go_on"), [(3, 5, True), (3, 4, False), (3, 0, True), (0, 1, False)])
