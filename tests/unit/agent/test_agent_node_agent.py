@@ -472,17 +472,6 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Make
     assert [fields["rank"] for event, fields in p.events if event == "worker_failed"] == [1, 0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: MakePlay, number: signal.Signals) -> None:
-    p = play(cluster="local")
-    more = p.signal(number), p.signal(number), p.signal(signal.SIGTERM)
-    code = p.run(*RUNNING, p.worker(looks_to_stop=3), *more, [closed(Outcome.CANCELLED)])
-    assert code == 128 + number
-    assert p.said.all("close") == ["close"]
-    assert p.said.last("close") == (Outcome.CANCELLED, f"{number.name} on n0")
-    assert p.said.all()[-1] == "deregister"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(play: MakePlay, number: signal.Signals) -> None:
     """A SIGTERM may be the beginning of a preemption's grace time: the workers run on, and may save."""
@@ -574,17 +563,6 @@ def sigterm(p: Play) -> Step:
             [lambda p: p.worker(looks_to_stop=4), [closed(Outcome.FAILED)], sigterm],
             [30.0, 8.0],
             id="a cancel while they are stopped",
-        ),
-        # The job has to be requeued before Slurm ends it: where a preemption cancels, it would be lost.
-        pytest.param(
-            None,
-            [
-                [final(number=2, notice=RunNotice("SIGTERM on n1 (preemption)", 6.0, left=10.0))],
-                lambda p: p.wait(6.0),
-                [closed(Outcome.PREEMPTED)],
-            ],
-            [2.0],
-            id="what a notice leaves",
         ),
     ],
 )
