@@ -231,12 +231,6 @@ def recorded(version: str, name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["plain", "gres-gpu2", "gpus-per-node", "exclusive"])
-def test_what_a_step_has_by_itself_is_not_asked_for_again(version: str, name: str) -> None:
-    assert step_gpu_flags(recorded(version, name)) == ()
-
-
-@pytest.mark.parametrize("version", VERSIONS)
 def test_a_job_with_gpus_per_task_gives_an_agent_all_of_its_node(version: str) -> None:
     env = recorded(version, "gpus-per-task")
     (flag,) = step_gpu_flags(env)
