@@ -258,4 +258,4 @@ def test_a_line_without_an_end_is_shown_after_a_while(tmp_path: Path) -> None:
         file.write(b"yes\nno")
     clock.now += 4.0
     assert [chunk.data for _, chunk in files.look()] == [b"yes\n"]
-    assert [chunk.data for _, chunk in files.rests()] == [b"no\n"]
+    assert [(chunk.data, chunk.head) for _, chunk in files.rests()] == [(b"no\n", Place(0, 14))]
