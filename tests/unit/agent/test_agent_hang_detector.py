@@ -203,9 +203,8 @@ def test_only_a_pause_of_all_nodes_makes_the_limit_longer() -> None:
     assert judged(stalls) is None
 
 
-@pytest.mark.parametrize("other", [None, NodeStall(round=1, seconds=400.0)])
-def test_a_node_that_works_or_stalled_in_another_round_shows_no_hang(other: NodeStall | None) -> None:
-    assert judged({**node_stalls(flights=True), 1: other}) is None
+def test_a_node_that_stalled_in_another_round_shows_no_hang() -> None:
+    assert judged({**node_stalls(flights=True), 1: NodeStall(round=1, seconds=400.0)}) is None
 
 
 @pytest.mark.parametrize(
