@@ -278,14 +278,6 @@ def test_compress_loses_nothing(hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"),
-    [("1", (1,)), ("4(x2),1", (4, 4, 1)), ("2,1", (2, 1)), ("1,2(x2)", (1, 2, 2)), ("0(x3)", (0,) * 3)],
-)
-def test_counts(text: str, counts: tuple[int, ...]) -> None:
-    assert expand_counts(text) == counts
-
-
-@pytest.mark.parametrize(
     "text", ["", "x", "4(x)", "4(x0)", "4x2", "-1", "4(x2", ",", "1,,2", f"1(x{MAX_HOSTS + 1})", "٣"]
 )
 def test_counts_refuse_nonsense(text: str) -> None:
