@@ -176,16 +176,6 @@ def test_queue_and_job_agree(version: str) -> None:
     assert compared >= 15
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_queue_names_of_arrays_and_het_jobs(version: str) -> None:
-    pending, second, first = parse_squeue(captured(version, "squeue-running-array")[1])
-    assert pending.array_task_id == "[3-5%2]"
-    assert {first.array_task_id, second.array_task_id} == {"1", "2"}
-    assert {state.array_job_id for state in (pending, first, second)} == {pending.array_job_id}
-    het = parse_squeue(captured(version, "squeue-running-het")[1])
-    assert {state.job_id.partition("+")[2] for state in het} == {"0", "1"}
-
-
 @pytest.mark.parametrize(
     ("dependency", "number", "waits"),
     [
