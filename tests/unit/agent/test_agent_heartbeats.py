@@ -253,6 +253,7 @@ def test_when_a_worker_spoke(folder: HeartbeatFolder) -> None:
     assert beats.read(90.0)[0].at == 55.0
     put(beats.paths[0], 2, at=1e6)
     assert beats.read(100.0)[0].at == 100.0, "a clock that runs ahead: not later than now"
+    assert beats.beats[0].age(99.0) == 0.0
     put(beats.paths[0], 3, at=1.0)
     assert beats.read(110.0)[0].at == 100.0, "one that is behind: not sooner than the last look"
 
