@@ -190,15 +190,6 @@ def test_the_end_of_a_round_ends_what_was_slow_in_it(
     assert [path.name for path in (tmp_path / "slow").iterdir()] == ["now.json"]
 
 
-def test_all_nodes_ask_at_the_same_time_of_the_clock(clock: FakeClock, tmp_path: Path) -> None:
-    clock.now += 7.3
-    first = Node(clock, tmp_path, 0, None)
-    clock.now += 4.1
-    second = Node(clock, tmp_path, 1, None)
-    assert first.watch.due == second.watch.due
-    assert first.watch.due % EVERY_SECONDS == pytest.approx(0, abs=0.001)
-
-
 def test_an_answer_that_takes_long_is_asked_for_less_often(nodes: list[Node], clock: FakeClock) -> None:
     nodes[0].workers.cost = 0.2
     run(nodes, clock, 1300)
