@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.text import size_text
-from hpc_elastic.failures.classify import asked_bytes, category_of, classify, signal_name, signal_of
+from hpc_elastic.failures.classify import category_of, classify
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.patterns import PATTERNS, find_pattern
@@ -168,41 +167,6 @@ def exception(
     return classify(WorkerFailure(**facts), chain=chain, **given)
 
 
-@pytest.mark.parametrize(
-    ("failure_class", "kind", "message"),
-    [
-        (SYMPTOM, "torch.distributed.DistBackendError", "NCCL communicator was aborted on rank 3."),
-        (
-            SYMPTOM,
-            "RuntimeError",
-            "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL 2.19",
-        ),
-        (SYMPTOM, "torch.distributed.DistStoreError", "wait timeout after 300000ms, keys: /default_pg/0//cpu//0/1"),
-        (SYMPTOM, "BrokenPipeError", "[Errno 32] Broken pipe"),
-        (SYMPTOM, "ConnectionResetError", "[Errno 104] Connection reset by peer"),
-        (SYMPTOM, "RuntimeError", "Socket closed"),
-        (SYMPTOM, "RuntimeError", "Gloo connectFullMesh failed with [x.cc:144] no error"),
-        (ROOT, "ValueError", "bad batch"),
-        (ROOT, "torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB."),
-        (ROOT, "RuntimeError", "CUDA error: device-side assert triggered"),
-        (ROOT, "ConnectionRefusedError", "[Errno 111] Connection refused"),
-        (ROOT, "TimeoutError", "the data service did not answer"),
-        (ROOT, "MemoryError", ""),
-        (ROOT, "AssertionError", ""),
-        (ROOT, "OSError", "[Errno 24] Too many open files: '/data/shard-7'"),
-        (INFRASTRUCTURE, "OSError", "[Errno 28] No space left on device: 'x.pt'"),
-        (INFRASTRUCTURE, "OSError", "[Errno 116] Stale file handle"),
-        (INFRASTRUCTURE, "RuntimeError", "CUDA error: uncorrectable NVLink error detected during the execution"),
-        (INFRASTRUCTURE, "OSError", "[Errno 12] Cannot allocate memory"),
-        (INFRASTRUCTURE, "OSError", "[Errno 98] Address already in use"),
-    ],
-)
-def test_the_class_of_an_exception(failure_class: FailureClass, kind: str, message: str) -> None:
-    found = exception(kind, message, file=COLLECTIVE if failure_class is SYMPTOM else "")
-    category = Category.INFRASTRUCTURE if failure_class is INFRASTRUCTURE else Category.WORKER
-    assert (found.failure_class, found.category, found.retryable) == (failure_class, category, True)
-
-
 def test_a_long_message_is_searched_at_both_ends() -> None:
     filler = "x" * 1_000_000
     for message in (f"{filler} Connection closed by peer", f"Connection closed by peer {filler}"):
@@ -242,15 +206,6 @@ def test_what_the_agent_ended_is_no_failure_of_the_worker(exitcode: int) -> None
     assert classify(WorkerFailure(exitcode=exitcode)).failure_class is not FailureClass.STOPPED_BY_US
     for kind in ("SystemExit", "KeyboardInterrupt"):  # an exit on request
         assert exception(kind, exitcode=1, stopped_by_agent=True).failure_class is FailureClass.STOPPED_BY_US
-
-
-@pytest.mark.parametrize(
-    ("facts", "word"), [({"exitcode": -9, "oom_kills": 1}, "memory limit"), ({"exitcode": -15}, "Slurm")]
-)
-def test_a_kill_from_outside_is_not_blamed_on_the_script(facts: dict[str, int], word: str) -> None:
-    found = classify(WorkerFailure(**facts))  # type: ignore[arg-type]
-    assert (found.failure_class, found.retryable) == (INFRASTRUCTURE, True)
-    assert word in found.reason
 
 
 @pytest.mark.parametrize("kind", ["SyntaxError", "IndentationError", "ModuleNotFoundError", "ImportError"])
@@ -325,14 +280,6 @@ def test_nothing_but_input_and_93_is_never_retried() -> None:
                 category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
                 assert retryable or category is Category.INPUT or exitcode == 93
         assert category_of(failure_class, 93, wrong_call=True) == (Category.WORKER, False)
-
-
-@pytest.mark.parametrize(
-    ("exitcode", "number"), [(-11, 11), (139, 11), (137, 9), (143, 15), (1, 0), (0, 0), (129, 0), (255, 0), (-40, 40)]
-)
-def test_signal_of(exitcode: int, number: int) -> None:
-    assert signal_of(exitcode) == number
-    assert signal_name(number) == {11: "SIGSEGV", 9: "SIGKILL", 15: "SIGTERM", 0: "", 40: "signal 40"}[number]
 
 
 _BOX = "╭─ {title} ─────────╮\n{text}\n╰───────────────────╯\n"
@@ -539,16 +486,3 @@ def test_shared_memory_that_is_too_small_is_no_full_disk(kind: str, message: str
     found = judged(kind, message, file or "/home/ann/train.py")
     assert found.failure_class is INFRASTRUCTURE
     assert reason in found.reason
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("you tried to allocate 100 bytes.", 100),
-        ("Tried to allocate 20.00 MiB.", 20 << 20),
-        ("tried to allocate much", None),
-    ],
-)
-def test_how_much_was_asked_for(text: str, size: int | None) -> None:
-    assert asked_bytes(text) == size
-    assert [size_text(n) for n in (5, 36 << 40, 1536)] == ["5 B", "36.0 TiB", "1.5 KiB"]

@@ -102,7 +102,9 @@ def test_what_its_rendezvous_found_explains_a_peer_that_never_came(
         ),
         ({"exitcode": -11, "core_dumped": True}, "Signal 11 (SIGSEGV) received by PID 4711; core dumped"),
         ({"exitcode": 139}, "Process failed with exitcode 139 (SIGSEGV, as a shell reports it)"),
-        ({"exitcode": 3}, "Process failed with exitcode 3"),
+        ({"exitcode": -40}, "Signal 40 (signal 40) received by PID 4711"),
+        ({"exitcode": 129}, "Process failed with exitcode 129"),
+        ({"exitcode": 255}, "Process failed with exitcode 255"),
     ],
 )
 def test_messages_without_words_of_the_worker(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

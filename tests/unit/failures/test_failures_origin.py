@@ -52,6 +52,7 @@ QUOTED = "raise SaveError(str(e))"
         (raised("ConnectionResetError", RESET, "/usr/lib/python3.11/socket.py"), None),
         (raised("BrokenPipeError", PIPE, "/usr/lib/python3.11/multiprocessing/connection.py"), None),
         (raised("ConnectionResetError", "", f"{SITE}/torch/multiprocessing/reductions.py"), None),
+        (raised("ConnectionRefusedError", "[Errno 111] Connection refused"), None),
         (raised("RuntimeError", "broken pipeline schedule", source="raise RuntimeError('broken pipeline')"), None),
         (raised("ValueError", "zarr store is closed", source="raise ValueError(text)"), None),
         (raised("RuntimeError", "gloo was slow: timed out waiting for it", source="raise RuntimeError(text)"), None),
@@ -62,11 +63,14 @@ QUOTED = "raise SaveError(str(e))"
         (raised("torch.distributed.DistNetworkError", RESET, source="store.set('k', 'v')"), SYMPTOM),
         (raised("ConnectionResetError", "[Errno 104] …", f"{SITE}/torch/distributed/rpc/api.py"), SYMPTOM),
         (raised("TrainError", f"step 3 failed: {CLOSED}", source="raise TrainError(str(error)) from None"), SYMPTOM),
+        (raised("RuntimeError", "Socket closed", f"{SITE}/torch/distributed/distributed_c10d.py"), SYMPTOM),
         # Texts of error numbers in a script's own message.
         (raised("ValueError", "the input/output error is 0.4", source="raise ValueError(text)"), None),
         (raised("AssertionError", "address already in use by tensor 4", source="assert free, text"), None),
         (raised("OSError", "[Errno 5] Input/output error", source="read(f)"), INFRASTRUCTURE),
         (raised("SaveError", "[Errno 28] No space left on device", source=QUOTED), INFRASTRUCTURE),
+        (raised("OSError", "[Errno 116] Stale file handle", source="read(f)"), INFRASTRUCTURE),
+        (raised("OSError", "[Errno 12] Cannot allocate memory", source="os.fork()"), INFRASTRUCTURE),
         # A time limit of the script's own that strikes in a collective, and other exceptions of a handler.
         (interrupted("TimeoutError", "no step within 60 s"), SYMPTOM),
         (interrupted("StepError", "step 7 took longer than 60 s"), SYMPTOM),
