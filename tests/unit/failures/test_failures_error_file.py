@@ -39,13 +39,6 @@ def put(tmp_path: Path, value: object) -> Path:
     return path
 
 
-def test_torchs_shape(tmp_path: Path) -> None:
-    found = read_error_file(put(tmp_path, TORCH))
-    trace = TORCH["message"]["extraInfo"]["py_callstack"]  # type: ignore[index]
-    seconds = 1_700_000_001_000_000_000
-    assert found == ErrorFile(problem="", message="ValueError: bad", traceback=trace, timestamp_ns=seconds, data=TORCH)
-
-
 @pytest.mark.parametrize(
     ("value", "message", "timestamp_ns"),
     [

@@ -41,14 +41,6 @@ def describe(tmp_path: Path, stderr: str | bytes = "", output: Printed | None = 
     )
 
 
-def test_the_facts_are_carried_over(tmp_path: Path) -> None:
-    seen = facts(last_step=40, core_dumped=True)
-    failure = describe(tmp_path, TRACE, last_step=40, core_dumped=True)
-    for name in ("attempt", "round", "host", "node", "global_rank", "pid", "ended_ns", "last_step", "core_dumped"):
-        assert getattr(failure, name) == getattr(seen, name), name
-    assert (failure.source, failure.error_file) == (EvidenceSource.STDERR, str(tmp_path / "error.json"))
-
-
 @pytest.mark.parametrize(
     ("recorded", "stderr", "message", "kind", "problem"),
     [

@@ -17,7 +17,6 @@ from hpc_elastic.failures.failure_text import (
     user_frames,
 )
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from tests.rigs.described import described, traceback_in
 
@@ -54,15 +53,6 @@ def test_a_line_that_was_not_ended_hides_no_traceback(tmp_path: Path, before: st
     assert traceback_in(before + WHOLE + ignored).headline == "ValueError: bad batch 17"
     group = traceback_in(BAR + GROUP)
     assert (group.exception_type, group.text) == ("ExceptionGroup", GROUP.rstrip("\n"))
-
-
-def test_where_no_traceback_begins_none_is_seen() -> None:
-    for text in (
-        "it says Traceback (most recent call last):\nand no more: x\n",
-        '"Traceback (most recent call last):\n',
-        "Original " + WHOLE,
-    ):
-        assert find_python_traceback(text) is None, text
 
 
 @pytest.mark.parametrize(

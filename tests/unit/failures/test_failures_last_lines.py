@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
-from hpc_elastic.failures.origin import find_last_lines, goes_on
 from hpc_elastic.failures.ranking import Category
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from tests.rigs.described import described
@@ -149,6 +148,12 @@ Current thread 0x00007f4b437cbb80 (most recent call first):
             2,
             "tar: /data/x.tar: Cannot open: No such file or directory (exit code 2)"
         ),
+        ("Error: no peer\n" * 3, 1, "Error: no peer (exit code 1)"),
+        (
+            "terminate called without an active exception\n",
+            -6,
+            "terminate called without an active exception (SIGABRT)",
+        ),
         (STEPS, 3, "Process failed with exitcode 3"),
         ("", 3, "Process failed with exitcode 3"),
         ("Error: the disk is slow\n", -9, "Signal 9 (SIGKILL) received by PID 7"),
@@ -157,7 +162,7 @@ Current thread 0x00007f4b437cbb80 (most recent call first):
     ids=[
         "absl", "glog", "rust", "go", "asan", "virtual", "fortran", "julia", "pytest", "make", "jsonargparse",
         "argparse", "click", "hydra", "glibc", "glibc-and-dump", "assert", "sys-exit", "bash", "logger", "warning",
-         "typer", "tar", "progress", "nothing", "killed", "crashed"],
+         "typer", "tar", "repeated", "terminate", "progress", "nothing", "killed", "crashed"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_the_headline(tmp_path: Path, stderr: str, exitcode: int, headline: str) -> None:
     assert described(tmp_path, stderr, exitcode=exitcode).headline == headline
@@ -226,15 +231,6 @@ def test_an_interrupt_from_within_is_no_signal_from_outside(tmp_path: Path) -> N
     assert failure.exception_type == "FileNotFoundError"
     # Without a KeyboardInterrupt of its own the default action ended it.
     assert described(tmp_path, "", exitcode=-2).failure_class == "infrastructure"
-
-
-def test_alike_lines_are_progress_and_a_repeated_sentence_is_none() -> None:
-    assert find_last_lines(STEPS.splitlines()) is None
-    said = find_last_lines(["Error: no peer", "Error: no peer", "Error: no peer"])
-    assert said is not None
-    assert said.text == "Error: no peer\nError: no peer" or said.text == "Error: no peer"
-    assert goes_on(["step 1"], ["step 2"])
-    assert not goes_on(["step 1"], ["closing shard 2"])
 
 
 def test_a_worker_that_went_on_after_a_traceback_was_not_failing_when_it_was_stopped(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.base.text import clean_text, cut_middle
-from hpc_elastic.failures.explanation import find_cpp_terminate, find_fatal_error
+from hpc_elastic.failures.explanation import find_fatal_error
 from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, Frame
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from tests.rigs.described import traceback_in
@@ -16,29 +16,6 @@ Traceback (most recent call last):
   File "/home/ann/train.py", line 5, in main
     raise ValueError("bad batch 17")
 ValueError: bad batch 17
-"""
-CHAINED = """\
-Traceback (most recent call last):
-  File "/home/ann/py.py", line 6, in g
-    try: f()
-         ^^^
-KeyError: 'inner'
-
-The above exception was the direct cause of the following exception:
-
-Traceback (most recent call last):
-  File "/home/ann/py.py", line 8, in <module>
-    if m=="nested": g()
-                    ^^^
-pkg.errors.LoadError: outer
-second line
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "/home/ann/py.py", line 11, in <module>
-    f()
-RuntimeError: while handling
 """
 GROUP = """\
   + Exception Group Traceback (most recent call last):
@@ -66,42 +43,12 @@ Thread 0x00007f1542893b90 (most recent call first):
 
 Extension modules: numpy.core._multiarray_umath (total: 1)
 """
-SYNTAX = """\
-  File "/home/ann/bad.py", line 1
-    def f(:
-          ^
-SyntaxError: invalid syntax
-"""
-
-
-def test_plain() -> None:
-    found = traceback_in(PLAIN)
-    assert (found.headline, found.causes) == ("ValueError: bad batch 17", ())
-    assert found.text == PLAIN.split("\n", 1)[1].rstrip("\n")
-    assert found.frames == (
-        Frame(file="/home/ann/train.py", line=9, function="<module>"),
-        Frame(file="/home/ann/train.py", line=5, function="main"),
-    )
-    assert found.lines_after == 0
-
-
-def test_chained_names_its_causes_nearest_first() -> None:
-    found = traceback_in(CHAINED)
-    assert found.headline == "RuntimeError: while handling"
-    assert (found.causes, found.text) == (("pkg.errors.LoadError: outer", "KeyError: 'inner'"), CHAINED.rstrip("\n"))
-    assert found.frames == (Frame(file="/home/ann/py.py", line=11, function="<module>"),)
 
 
 def test_a_message_of_several_lines_ends_where_something_else_begins() -> None:
     text = PLAIN + "note one\nnote two\n[W1121 05:45:12.1 socket.cpp:1] [c10d] something else\n"
     found = traceback_in(text)
     assert (found.message, found.lines_after) == ("bad batch 17\nnote one\nnote two", 1)
-
-
-def test_torchs_rank_prefix_is_taken_off() -> None:
-    text = "".join(f"[rank3]: {line}\n" for line in PLAIN.splitlines()) + "[rank3]:[E1 a.cpp:1] log\nmore\n"
-    found = traceback_in(text)
-    assert (found.headline, found.text) == ("ValueError: bad batch 17", traceback_in(PLAIN).text)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +79,14 @@ def test_another_threads_exception_is_taken_where_there_is_no_better_one() -> No
     assert traceback_in(PLAIN + thread).message == "bad batch 17"
 
 
-def test_a_syntax_error_has_no_header() -> None:
-    found = traceback_in("warming up\n" + SYNTAX)
-    assert (found.exception_type, found.message) == ("SyntaxError", "invalid syntax")
-    assert found.text == SYNTAX.rstrip("\n")
-
-
 def test_text_without_a_traceback() -> None:
-    for text in ("", "\n\n", "Traceback (most recent call last):", PLAIN[:60], "SyntaxError: invalid syntax\n"):
-        assert find_python_traceback(text) is None
+    for text in (
+        *("", "\n\n", "Traceback (most recent call last):", PLAIN[:60], "SyntaxError: invalid syntax\n"),
+        "it says Traceback (most recent call last):\nand no more: x\n",
+        '"Traceback (most recent call last):\n',
+        "Original " + PLAIN.split("\n", 1)[1],
+    ):
+        assert find_python_traceback(text) is None, text
     assert traceback_in(PLAIN + "Traceback (most recent call last):\n  File ").message == "bad batch 17"
 
 
@@ -167,18 +113,6 @@ def test_a_fatal_error_gives_the_current_threads_stack() -> None:
     whole = find_fatal_error(again.replace("  ...\n", ""))
     assert whole is not None
     assert whole.message == found.message
-
-
-def test_a_cpp_termination() -> None:
-    found = find_cpp_terminate(
-        "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 6] gone\nframe #0\n"
-    )
-    assert found is not None
-    assert (found.exception_type, found.message) == ("c10::DistBackendError", "[Rank 6] gone")
-    bare = find_cpp_terminate("terminate called without an active exception\n")
-    assert bare is not None
-    assert (bare.exception_type, bare.message) == ("", "terminate called without an active exception")
-    assert find_cpp_terminate(PLAIN) is None
 
 
 def test_texts_are_cleaned_and_cut_in_the_middle() -> None:

@@ -95,19 +95,6 @@ def waiting(rank_count: int, *, without: tuple[int, ...] = (), **more: Any) -> d
     }
 
 
-def test_a_rank_that_never_entered_is_named_with_all_that_is_known() -> None:
-    analysis = judge(waiting(4, without=(2,)))
-    (suspect,) = analysis.suspects
-    assert (suspect.rank, suspect.kind, suspect.sequence) == (2, Reason.NEVER_ENTERED, 4)
-    assert (suspect.group, suspect.collective) == ("default_pg", "all_reduce")
-    assert suspect.reason == (
-        "never entered all_reduce #4 of group default_pg (4.0 MiB bf16), which the 3 others wait in; "
-        "its last there was all_reduce #3"
-    )
-    assert analysis.groups[0].completed == 3
-    assert analysis.groups[0].waiting == ((0, 4), (1, 4), (3, 4))
-
-
 @pytest.mark.parametrize(
     ("entry", "kind", "reason"),
     [
