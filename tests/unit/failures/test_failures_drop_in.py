@@ -217,27 +217,21 @@ def test_each_method_may_be_overridden(kit: Any, error_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "after"),
+    ("data", "code", "after"),
     [
-        (shaped(), shaped(errorCode=7)),
-        (shaped(errorCode=1), shaped(errorCode=7)),
-        ({"message": "text"}, {"message": "text"}),
-        ({"other": 1}, {"other": 1}),
+        (shaped(), 0, shaped()),
+        (shaped(), 7, shaped(errorCode=7)),
+        (shaped(errorCode=1), 7, shaped(errorCode=7)),
+        ({"message": "text"}, 7, {"message": "text"}),
+        ({"other": 1}, 7, {"other": 1}),
     ],
 )
-def test_the_exit_code_is_put_where_message_is_an_object(
-    kit: Any, tmp_path: Path, data: dict[str, Any], after: dict[str, Any]
+def test_a_file_that_is_there_already_is_replaced_with_the_exit_code_where_message_is_an_object(
+    kit: Any, error_file: Path, data: dict[str, Any], code: int, after: dict[str, Any]
 ) -> None:
-    data = json.loads(json.dumps(data))
-    kit.ErrorHandler().override_error_code_in_rootcause_data("child.json", data, 7)
-    assert data == after
-
-
-@pytest.mark.parametrize("code", [0, 5])
-def test_a_file_that_is_there_already_is_replaced(kit: Any, error_file: Path, code: int) -> None:
     error_file.write_text('{"message": "an old one, and longer than the new one" ' + "x" * 1000)
-    kit.ErrorHandler().dump_error_file(put(error_file.parent, shaped()), code)
-    assert json.loads(error_file.read_text()) == (shaped(errorCode=5) if code else shaped())
+    kit.ErrorHandler().dump_error_file(put(error_file.parent, data), code)
+    assert json.loads(error_file.read_text()) == after
 
 
 # -- ProcessFailure ----------------------------------------------------------------------------------------------------

@@ -114,10 +114,9 @@ def test_an_exception_before_a_crash_at_exit_is_the_cause(tmp_path: Path) -> Non
 @pytest.mark.parametrize("noise", ["layer.{n}      {n} ms", "[W1123 04:37:58.{n} socket.cpp:{n}] close"])
 def test_noise_between_what_nothing_caught_and_a_crash_at_exit(tmp_path: Path, noise: str) -> None:
     end = "".join(noise.format(n=n) + "\n" for n in range(80)) + "Aborted in shut_down\n"
-    top = TRACE.replace("in f", "in <module>")
     soon, late = (Printed(at_ns=facts().ended_ns - seconds * 10**9) for seconds in (1, 30))
-    assert describe(tmp_path, top + end, soon, exitcode=-6).headline == "ValueError: bad 7"
-    assert describe(tmp_path, top + end, late, exitcode=-6).exception_type == ""
+    assert describe(tmp_path, AT_TOP + end, soon, exitcode=-6).headline == "ValueError: bad 7"
+    assert describe(tmp_path, AT_TOP + end, late, exitcode=-6).exception_type == ""
     assert describe(tmp_path, TRACE + end, soon, exitcode=-6).exception_type == "", "a handler printed it"
 
 
@@ -244,6 +243,7 @@ def recorded(tmp_path: Path, trace: str) -> None:
 
 
 LATER = TRACE.replace("ValueError: bad 7", "IndexError: list index out of range").replace("in f", "in <module>")
+AT_TOP = TRACE.replace("in f", "in <module>")
 
 
 @pytest.mark.parametrize("before", ["", TRACE, "step 1\n" * 50], ids=["silent", "logged", "steps"])
@@ -259,19 +259,28 @@ def test_a_recorded_exception_that_was_handled_is_not_the_one_that_ended_it(tmp_
 
 
 @pytest.mark.parametrize(
-    "stderr",
+    ("stderr", "changes"),
     [
-        TRACE.replace("in f", "in <module>"),
-        TRACE + "\nDuring handling of the above exception, another exception occurred:\n\n" + LATER,
-        LATER.replace("in <module>", "in report"),
-        "Error in atexit._run_exitfuncs:\n" + LATER,
-        "",
+        (AT_TOP, {}),
+        (TRACE + "\nDuring handling of the above exception, another exception occurred:\n\n" + LATER, {}),
+        (LATER.replace("in <module>", "in report"), {}),
+        ("Error in atexit._run_exitfuncs:\n" + LATER, {}),
+        ("", {}),
+        (AT_TOP, {"exitcode": -11}),
+        (AT_TOP + "terminate called without an active exception\n", {"exitcode": -6}),
+        ("", {"exitcode": 3, "ended_ns": 1_700_000_000_900_000_000}),
+        ("", {"exitcode": -9, "stopped_by_agent": True}),
     ],
-    ids=["same", "chained", "logged", "at exit", "nothing"],
+    ids=[
+        *("same", "chained", "logged", "at exit", "nothing", "crash in the shutdown", "abort in the shutdown"),
+        *("an exit code for it", "hung in the shutdown"),
+    ],
 )
-def test_a_recorded_exception_that_ended_it_is_believed(tmp_path: Path, stderr: str) -> None:
+def test_a_recorded_exception_that_ended_it_is_believed_whatever_comes_in_the_shutdown(
+    tmp_path: Path, stderr: str, changes: dict[str, Any]
+) -> None:
     recorded(tmp_path, TRACE)
-    assert describe(tmp_path, stderr).headline == "ValueError: bad 7"
+    assert describe(tmp_path, stderr, **changes).headline == "ValueError: bad 7"
 
 
 @pytest.mark.parametrize("exitcode", [-9, -11, -6, 3])
@@ -284,21 +293,6 @@ def test_a_rank_that_lived_on_after_a_recorded_exception_ended_otherwise(
     failure = describe(tmp_path, stderr, exitcode=exitcode)
     assert "ValueError" not in failure.headline
     assert "ValueError: bad 7" in failure.problem
-
-
-@pytest.mark.parametrize(
-    ("stderr", "changes"),
-    [
-        (TRACE.replace("in f", "in <module>"), {"exitcode": -11}),
-        (TRACE.replace("in f", "in <module>") + "terminate called without an active exception\n", {"exitcode": -6}),
-        ("", {"exitcode": 3, "ended_ns": 1_700_000_000_900_000_000}),
-        ("", {"exitcode": -9, "stopped_by_agent": True}),
-    ],
-    ids=["crash in the shutdown", "abort in the shutdown", "an exit code for it", "hung in the shutdown"],
-)
-def test_what_comes_in_the_shutdown_is_not_the_cause(tmp_path: Path, stderr: str, changes: dict[str, Any]) -> None:
-    recorded(tmp_path, TRACE)
-    assert describe(tmp_path, stderr, **changes).headline == "ValueError: bad 7"
 
 
 @pytest.mark.parametrize(("written", "lived_on"), [(0.4, True), (0.95, False), (-9.0, False)])

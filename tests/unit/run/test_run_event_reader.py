@@ -26,21 +26,6 @@ def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str
     return {**head, "event": name, **fields}
 
 
-def test_by_time_and_each_file_in_its_own_order(tmp_path: Path) -> None:
-    attempt = AttemptPaths(tmp_path / "attempt-003")
-    write(attempt.events, "agent-00000-a.jsonl", event("b", 2), event("d", 4), torn='{"event": "torn')
-    write(attempt.events, "agent-00001-b.jsonl", event("a", 1, 1), event("c", 3, 1), event("c2", 2.5, 1))
-    write(attempt.events, "supervisor--0001-c.jsonl", {"foreign": 1}, event("e", 5, 7), torn="[1]\nnonsense\n")
-    (attempt.events / ".agent-hidden.jsonl").write_text(json.dumps(event("hidden", 1)) + "\n")
-    found = list(merged_events(attempt, {}))
-    assert [one.value["event"] for one in found] == ["a", "b", "c", "c2", "d", "e"]
-    times = [one.time_ns for one in found]
-    assert times == sorted(times), "a writer whose clock was set back keeps its order"
-    assert {one.attempt for one in found} == {3}
-    assert [one.writer for one in found] == [1, 0, 1, 1, 0, -1]
-    assert json.loads(found[0].raw) == found[0].value
-
-
 def test_a_clock_that_is_known_to_be_off_is_set_right(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path / "attempt-000")
     write(attempt.events, "agent-00000-a.jsonl", event("second", 20))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.log_pieces import EndReader, find_pieces, holds_at_end, parse_size, piece_path, to_remove
@@ -52,15 +49,6 @@ def test_the_first_and_the_latest_are_kept() -> None:
     assert to_remove([0], 2) == []
 
 
-@given(st.integers(0, 50), st.integers(2, 12))
-def test_so_many_are_kept_as_were_asked_for(full: int, count: int) -> None:
-    numbers = list(range(full))
-    left = [number for number in numbers if number not in to_remove(numbers, count)]
-    assert len(left) + 1 == min(full + 1, count)
-    assert not full or left[0] == 0
-    assert left[1:] == numbers[len(numbers) - len(left) + 1 :] if left else True
-
-
 def test_pieces_are_found_by_number(tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     for name in ("stdout.log", *(f"stdout.log.{end}" for end in ("000", "1000", "007", "bak")), "stderr.log.003"):
@@ -99,19 +87,6 @@ def test_no_folder_is_listed_where_nothing_was_rotated(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "listdir", lambda *_: pytest.fail("a question too many for the file server"))
     with EndReader(path) as file:
         assert file.read(1000) == b"short"
-
-
-@given(data=st.binary(max_size=60), cuts=st.lists(st.integers(0, 60), max_size=4), count=st.integers(1, 70))
-def test_any_pieces_read_like_the_whole(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int], count: int
-) -> None:
-    path = tmp_path_factory.mktemp("pieces") / "log"
-    edges = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
-    parts = [data[a:b] for a, b in pairwise(edges)] or [b""]
-    _write(path, dict(enumerate(parts[:-1])), parts[-1])
-    with EndReader(path) as file:
-        for before in range(0, len(data) + 2, 7):
-            assert file.read(count, before=before) == data[: max(0, len(data) - before)][-count:]
 
 
 def test_words_at_the_end_of_an_output_file(tmp_path: Path) -> None:

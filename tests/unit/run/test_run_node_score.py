@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from hpc_elastic.run.node_score import (
     BAD,
@@ -164,16 +163,6 @@ def test_time_alone_only_ever_clears_a_node_of_what_broke_it(evidence: list[Evid
     later = {score.node: score.score for score in score_nodes(hard, now_ns=NOW + hours * HOUR)}
     assert all(later[node] <= now[node] for node in later)
     assert hours < 24 or not later
-
-
-@given(evidences)
-def test_until_then_it_is_bad_and_from_then_on_it_is_not(evidence: list[Evidence]) -> None:
-    hard = [replace(item, kind=EvidenceKind.LOST) for item in evidence]
-    past = [item for item in hard if item.at_ns <= NOW]
-    for score in score_nodes(past, now_ns=NOW):
-        before = {one.node for one in score_nodes(past, now_ns=score.until_ns - 1) if one.is_bad}
-        after = {one.node for one in score_nodes(past, now_ns=score.until_ns) if one.is_bad}
-        assert score.node in before - after
 
 
 @given(evidences)
