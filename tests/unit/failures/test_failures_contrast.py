@@ -12,7 +12,6 @@ from hpc_elastic.failures.classify import (
     may_be_of_node,
     moment_after,
     nodes_apart,
-    sum_up_node,
 )
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from tests.rigs.run_builder import GLOO, make_failure
@@ -57,6 +56,9 @@ OWN_FILE = "FileNotFoundError: [Errno 2] No such file: '/data/{}'"
         pytest.param(failures(*range(8)), (), id="all nodes"),
         pytest.param(failures(*range(6)), (), id="three of four nodes"),
         pytest.param(failures(2), (), id="one of a node's two workers"),
+        pytest.param(
+            [*failures(2), replace(failures(3)[0], stopped_by_agent=True)], (), id="one of its two was stopped"
+        ),
         pytest.param(failures(2, 3, 4), (), id="one rank elsewhere too"),
         pytest.param(failures(2, 3, waited=0.1), (), id="the others had no time"),
         pytest.param(
@@ -77,11 +79,6 @@ def test_which_nodes_are_apart(found: list[WorkerFailure], apart: tuple[int, ...
     assert apart_in_round(failures(0, 1), {0: 2}) == (), "one node alone is contrasted with nothing"
     one = NodeFailures(node=1, workers=1, alike=1, fingerprint="F", waited=1.0)
     assert nodes_apart([NodeFailures(node=3, workers=1), one, NodeFailures(node=0, workers=1)]) == (1,)
-
-
-def test_a_worker_that_was_stopped_shows_nothing() -> None:
-    stopped = replace(failures(3)[0], stopped_by_agent=True)
-    assert sum_up_node([*failures(2), stopped], node=1, workers=2).alike == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from hpc_elastic.failures import evidence
 from hpc_elastic.failures.evidence import describe_failure, find_logged, read_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.run.log_pieces import piece_path
 from hpc_elastic.worker_api.torch_import import NOTE
 
 TRACE = 'Traceback (most recent call last):\n  File "/u/t.py", line 3, in f\n    x()\nValueError: bad 7\n'
@@ -414,23 +413,6 @@ def test_what_was_logged_just_before_an_end_with_0(tmp_path: Path, text: str, lo
     (tmp_path / "stderr.log").write_text(text)
     assert find_logged(tmp_path / "stderr.log") == logged
     assert find_logged(tmp_path / "none") == ""
-
-
-# -- a stderr.log that is rotated
-
-
-def test_a_traceback_across_two_pieces_and_one_before_a_gap(tmp_path: Path) -> None:
-    path = tmp_path / "stderr.log"
-    text = "warning\n" * 1000 + TRACE
-    for place in (0, 10, 60, len(TRACE)):
-        piece_path(path, 0).write_text(text[: 8000 + place])
-        failure = describe(tmp_path, text[8000 + place :])
-        assert (failure.source, failure.message) == (EvidenceSource.STDERR, "ValueError: bad 7")
-        assert failure.traceback.startswith("Traceback")
-        assert "warning" in failure.stderr_tail
-    piece_path(path, 9).write_text("warning\n" * 10)
-    old = describe(tmp_path, "warning\n")
-    assert (old.exception_type, "bad 7" in old.message + old.stderr_tail) == ("", False)
 
 
 _DUMP = 'Current thread 0x00007f1542893b80 (most recent call first):\n  File "/u/t.py", line 3 in wait\n' * 30

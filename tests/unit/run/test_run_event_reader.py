@@ -16,9 +16,9 @@ from hpc_elastic.run.paths import AttemptPaths
 from tests.rigs.event_pairs import read_events
 
 
-def write(folder: Path, name: str, *events: dict[str, object], torn: str = "") -> None:
+def write(folder: Path, name: str, *events: dict[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text("".join(json.dumps(event) + "\n" for event in events) + torn)
+    (folder / name).write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str, object]:
@@ -31,8 +31,11 @@ def test_a_clock_that_is_known_to_be_off_is_set_right(tmp_path: Path) -> None:
     write(attempt.events, "agent-00000-a.jsonl", event("second", 20))
     # The node of the event is another one's: it is the writer's clock.
     write(attempt.events, "agent-00001-b.jsonl", event("first", 3610, 0))
-    found = list(merged_events(attempt, {1: 3600 * 10**9}))
-    assert [(one.value["event"], one.time_ns // 10**9) for one in found] == [("first", 10), ("second", 20)]
+    write(attempt.events, "supervisor--0001-c.jsonl", event("third", 30))
+    found = [
+        (one.value["event"], one.time_ns // 10**9, one.writer) for one in merged_events(attempt, {1: 3600 * 10**9})
+    ]
+    assert found == [("first", 10, 1), ("second", 20, 0), ("third", 30, -1)]
 
 
 def test_lines_across_reads_of_a_file_and_between_garbage(tmp_path: Path) -> None:
@@ -40,11 +43,16 @@ def test_lines_across_reads_of_a_file_and_between_garbage(tmp_path: Path) -> Non
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join([*lines, b'{"event": "torn", "t"']))
     expected = [{"event": "a", "t": 1}, {"event": "\u00fc"}]
+    for name in (".hidden.jsonl", "notes.txt"):
+        (tmp_path / name).write_text('{"event": "not of a log"}\n')
+    (tmp_path / "folder.jsonl").mkdir()
     assert list(read_events(tmp_path)) == expected
     assert [event.value for event in EventFile(path, chunk=7).events()] == expected
-    for torn in (b'{"event": "torn"\n"b": 1}', b'{"event": "torn",\n"t": 1}', b'{"event": "torn"}' * 2):
-        path.write_bytes(torn + b'\n{"event": "agent_ended"}\n')
-        assert list(read_events(tmp_path)) == [{"event": "agent_ended"}]
+    later = {"v": 99, "event": "from the future", "new": {}}
+    torn = (b'{"event": "torn"\n"b": 1}', b'{"event": "torn",\n"t": 1}', b'{"event": "torn"}' * 2)
+    for garbage in (*torn, b'{"v": 1, "no event": true}', b"\0\0\0\0", b"[" * 200_000):
+        path.write_bytes(garbage + f"\n{json.dumps(later)}\n".encode())
+        assert list(read_events(tmp_path)) == [later]
 
 
 HEAD = b'"event": "worker_failed", "role": "agent", "t": 5, "n": 0, "node": 1, "host": "n1", "round": 0, "rank": 2'

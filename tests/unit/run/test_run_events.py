@@ -160,26 +160,6 @@ def test_what_a_long_full_disk_costs_is_counted(tmp_path: Path, monkeypatch: pyt
     assert kept == list(range(1005 - len(kept), 1005))
 
 
-def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
-    folder = tmp_path / "events"
-    log = open_log(folder)
-    log.write(event_of("first"))
-    log.close()
-    (name,) = os.listdir(folder)
-    with open(folder / name, "ab") as file:
-        file.write(b"[1, 2]\n")
-        file.write(b'{"v": 1, "no event": true}\n')
-        file.write(b"\x00\x00\x00\x00\n")
-        file.write(b"\xff\xfe not UTF-8\n")
-        file.write(b"[" * 200_000 + b"\n")
-        file.write(b'{"v": 99, "event": "from the future", "new": {}}\n')
-        file.write(b'{"v": 1, "event": "torn')
-    (folder / ".hidden.jsonl").write_text('{"event": "hidden"}\n')
-    (folder / "notes.txt").write_text('{"event": "not a log"}\n')
-    (folder / "folder.jsonl").mkdir()
-    assert names(tmp_path) == ["first", "from the future"]
-
-
 def test_no_file_stays_open_between_two_lines(tmp_path: Path) -> None:
     """A process that is started meanwhile inherits none, and hangs with no mount that hangs."""
     log = open_log(tmp_path / "events", uid="a")

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run import index as module
-from hpc_elastic.run.index import account_folder, entries, find, make_account_folder, record
+from hpc_elastic.run.index import entries, find, make_account_folder, record
 
 
 @pytest.fixture
@@ -98,21 +98,13 @@ def test_what_can_not_be_written_is_said_and_no_error(tmp_path: Path) -> None:
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder to another user needs root")
 
 
-def test_by_the_state_folder_or_the_home(tmp_path: Path) -> None:
-    home = tmp_path / ".local/state/hpc_elastic/jobs"
-    assert account_folder("jobs", {"XDG_STATE_HOME": f"{tmp_path}/s"}) == tmp_path / "s/hpc_elastic/jobs"
-    assert account_folder("jobs", {"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"}) == home
-    assert account_folder("jobs", {"HOME": "relative"}) is None
-    with pytest.raises(UsageError, match="neither XDG_STATE_HOME nor HOME"):
-        make_account_folder("jobs", {})
-
-
 def test_all_that_is_made_is_this_users_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        folder = make_account_folder("jobs", {"HOME": str(tmp_path)})
+        folder = make_account_folder("jobs", {"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"})
     finally:
         os.umask(before)
+    assert folder == tmp_path / ".local/state/hpc_elastic/jobs"
     while folder != tmp_path:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         folder = folder.parent
