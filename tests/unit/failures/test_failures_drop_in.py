@@ -27,7 +27,6 @@ from msgspec.structs import replace
 import hpc_elastic.failures
 from hpc_elastic.failures.evidence import write_evidence
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.run.option_values import Std, parse_std_streams
 
 OURS, TORCH = "hpc_elastic.failures", "torch.distributed.elastic.multiprocessing.errors"
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -480,14 +479,6 @@ def test_a_defect_of_torchs_is_not_here(
     outcome, ours, theirs = DEFECTS[name]
     _skip_other_torch(kit)
     assert outcome(kit, tmp_path) == (ours if kit.ours else theirs)
-
-
-@pytest.mark.torch
-def test_ranks_of_two_digits_are_refused_by_torch_and_not_here() -> None:
-    assert parse_std_streams("0:1,12:3", option="--tee").of(12) == Std.ALL
-    api = pytest.importorskip("torch.distributed.elastic.multiprocessing.api")
-    with pytest.raises(ValueError):
-        api.Std.from_str("10:3")
 
 
 # -- what ours has beside

@@ -266,11 +266,7 @@ def test_who_holds_up_the_others(name: str, version: str, whys: dict[int, str]) 
         assert report.communicators[0].processes[1] == ("172.16.64.245", 1524345)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
-def test_half_an_answer_is_none(share: float) -> None:
-    text = (DATA / "json_2.28.9_straggler.json").read_text()
-    with pytest.raises(UnreadableReportError):
-        parse_json(text[: int(len(text) * share)])
+STRAGGLER = (DATA / "json_2.28.9_straggler.json").read_text()
 
 
 def of_ranks(*ranks: str, size: str = "2") -> str:
@@ -281,6 +277,7 @@ def of_ranks(*ranks: str, size: str = "2") -> str:
     "text",
     [
         *("", "{}", "[]", "null", '{"communicators": 7}', "[" * 100_000, '{"a": ' * 100_000, "ERROR: Invalid", "\0"),
+        *(STRAGGLER[: int(len(STRAGGLER) * share)] for share in (0.1, 0.5, 0.9)),
         of_ranks('{"rank": 0}', size="1" * 5000),
         of_ranks('{"rank": 1e400}'),
         of_ranks('{"rank": [0]}'),
