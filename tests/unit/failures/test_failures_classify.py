@@ -452,7 +452,7 @@ BUG, SHM_FULL, NOT_WRITTEN = "^one allocation of ", "/dev/shm is full", "could n
             NUMPY.format(size="72.8 TiB"),
             {},
             ROOT,
-            f"{BUG}72.8 TiB, and the whole node has 64.0 GiB: a wrong",
+            f"{BUG}72.8 TiB, and the whole node has 64.0 GiB",
         ),
         (TORCH_ERROR, GPU.format(size="200000.00 MiB"), {}, ROOT, BUG),
         (TORCH_ERROR, GPU.format(size="372529.03 GiB"), {}, ROOT, BUG),
