@@ -53,6 +53,7 @@ QUOTED = "raise SaveError(str(e))"
         (raised("BrokenPipeError", PIPE, "/usr/lib/python3.11/multiprocessing/connection.py"), None),
         (raised("ConnectionResetError", "", f"{SITE}/torch/multiprocessing/reductions.py"), None),
         (raised("ConnectionRefusedError", "[Errno 111] Connection refused"), None),
+        (raised("MemoryError"), None),
         (raised("RuntimeError", "broken pipeline schedule", source="raise RuntimeError('broken pipeline')"), None),
         (raised("ValueError", "zarr store is closed", source="raise ValueError(text)"), None),
         (raised("RuntimeError", "gloo was slow: timed out waiting for it", source="raise RuntimeError(text)"), None),
@@ -64,6 +65,7 @@ QUOTED = "raise SaveError(str(e))"
         (raised("ConnectionResetError", "[Errno 104] …", f"{SITE}/torch/distributed/rpc/api.py"), SYMPTOM),
         (raised("TrainError", f"step 3 failed: {CLOSED}", source="raise TrainError(str(error)) from None"), SYMPTOM),
         (raised("RuntimeError", "Socket closed", f"{SITE}/torch/distributed/distributed_c10d.py"), SYMPTOM),
+        (raised("BrokenPipeError", PIPE, f"{SITE}/torch/distributed/distributed_c10d.py"), SYMPTOM),
         # Texts of error numbers in a script's own message.
         (raised("ValueError", "the input/output error is 0.4", source="raise ValueError(text)"), None),
         (raised("AssertionError", "address already in use by tensor 4", source="assert free, text"), None),

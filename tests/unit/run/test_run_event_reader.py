@@ -27,14 +27,14 @@ def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str
 
 
 def test_a_clock_that_is_known_to_be_off_is_set_right(tmp_path: Path) -> None:
-    attempt = AttemptPaths(tmp_path / "attempt-000")
+    attempt = AttemptPaths(tmp_path / "attempt-003")
     write(attempt.events, "agent-00000-a.jsonl", event("second", 20))
     # The node of the event is another one's: it is the writer's clock.
     write(attempt.events, "agent-00001-b.jsonl", event("first", 3610, 0))
     write(attempt.events, "supervisor--0001-c.jsonl", event("third", 30))
-    found = [
-        (one.value["event"], one.time_ns // 10**9, one.writer) for one in merged_events(attempt, {1: 3600 * 10**9})
-    ]
+    lines = list(merged_events(attempt, {1: 3600 * 10**9}))
+    found = [(one.value["event"], one.time_ns // 10**9, one.writer) for one in lines]
+    assert {one.attempt for one in lines} == {3}
     assert found == [("first", 10, 1), ("second", 20, 0), ("third", 30, -1)]
 
 
