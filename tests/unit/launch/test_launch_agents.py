@@ -10,7 +10,6 @@ import pytest
 
 from hpc_elastic.launch.agents import (
     FIRST_TRIAL,
-    FRUITLESS_RELAUNCHES,
     LONGEST_PAUSE,
     MAX_TRIALS,
     MESSAGE_SECONDS,
@@ -176,17 +175,6 @@ def no_agent_on(s: Stage, *nodes: int, code: int = 127) -> None:
 
     s.agents.launch, s.agents.relaunch = launch, again  # type: ignore[method-assign]
     s.agents.messages = dict.fromkeys(nodes, NOT_FOUND)
-
-
-def test_one_node_gets_a_second_start_of_its_own_and_is_given_up_with_what_it_printed(s: Stage) -> None:
-    no_agent_on(s, 2)
-    result = s.run(5.0, s.done)
-    assert result.outcome is Outcome.SUCCEEDED, "the others go on: MIN is 2"
-    assert [index for index, _ in s.agents.relaunched] == [2] * FRUITLESS_RELAUNCHES
-    (given_up,) = s.names("node_given_up")
-    reason = f"exit code 127: {NOT_FOUND}"
-    assert given_up == {"node": 2, "name": "n2", "cause": "could_not_run", "reason": reason}
-    assert s.world.store.list("gone") == ["00002"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from hpc_elastic.launch.site import (
     EARLY_NOTICE,
     SILENT_RETRY,
-    TABLE,
     Heard,
     HeardBy,
     JobCondition,
@@ -84,13 +83,6 @@ def test_each_row(call: Heard, heard_by: HeardBy, condition: JobCondition) -> No
         assert found is not None
         assert [found.meaning, found.saves, found.seconds, found.outcome] == wanted
         assert found.requeued is (condition is W.REQUEUED and call in (Heard.NOTICE, Heard.END, Heard.INTERRUPT))
-
-
-def test_the_table_has_no_row_that_is_not_tested() -> None:
-    rows = {
-        (call, by, condition) for call, halves in TABLE.items() for by, words in halves.items() for condition in words
-    }
-    assert rows == EXPECTED.keys()
 
 
 @pytest.mark.parametrize(("left", "seconds"), [(None, GRACE), (-5.0, 1.0)], ids=["not named", "over already"])

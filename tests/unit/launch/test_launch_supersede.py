@@ -121,12 +121,6 @@ def one_earlier(root: Path) -> tuple[Stage, str, EarlierAttempts]:
     return stage, uid, stage.earlier(stage.begin("n2"))
 
 
-def test_the_first_attempt_waits_for_none(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    assert stage.earlier(stage.begin("n1")).supersede()
-    assert stage.events == []
-
-
 def test_an_attempt_whose_agents_have_all_deregistered_is_not_waited_for(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.begin("n1", "n2")

@@ -21,13 +21,6 @@ from tests.rigs.supervisor_stage import TICK, Stage
 # -- who finishes the attempt
 
 
-@pytest.mark.parametrize("found", [Allocation.LOST, Allocation.UNKNOWN])
-def test_a_node_that_slurm_has_given_up_leaves_the_end_to_another(s: Stage, found: Allocation) -> None:
-    s.allocation = found
-    s.run(3.0, s.done, 10.0, s.claim_elsewhere)
-    assert s.supervisor.superseded
-
-
 def test_where_no_other_process_finishes_the_attempt_it_is_finished_here(s: Stage) -> None:
     s.allocation = Allocation.UNKNOWN
     result = s.run(3.0, s.done, s.at(lambda: None))
@@ -136,31 +129,12 @@ def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(s: 
     assert len(s.agents.ends) == 1
 
 
-def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(s: Stage) -> None:
-    s.agents.silent = True
-    assert s.run(3.0, s.at(s.done)).outcome is Outcome.SUCCEEDED
-    assert s.since < 5
-
-
-@pytest.mark.parametrize("slurm_gives_up", [True, False])
-def test_a_node_that_crashes_as_the_run_ends_is_not_waited_for(s: Stage, slurm_gives_up: bool) -> None:
-    """It crashed while the workers saved; the others have ended, and srun waits for its task for ever."""
-    s.agents.silent = True
-
-    def crash_and_close() -> None:
-        s.agents.of[1].frozen = True
-        close_run(s.world.store, "unit", Outcome.PREEMPTED, "saved")
-
-    known = s.at(lambda: s.agents.give_up(1) if slurm_gives_up else None)
-    assert s.run(3.0, crash_and_close, 5.0, known).outcome is Outcome.PREEMPTED
-    assert s.since < (3 if slurm_gives_up else 8)
-
-
 # -- agents that end before the run does
 
 
-def test_an_agent_that_dies_is_started_again_after_a_moment(s: Stage) -> None:
-    assert s.run(3.0, s.at(lambda: s.agents.kill(1)), 3.0, s.done).outcome is Outcome.SUCCEEDED
+@pytest.mark.parametrize("code", [0, 1, -11, None, 143])
+def test_an_agent_that_ends_is_started_again_after_a_moment(s: Stage, code: int | None) -> None:
+    assert s.run(3.0, s.at(lambda: s.agents.kill(1, code)), 3.0, s.done).outcome is Outcome.SUCCEEDED
     ((node, when),) = s.agents.relaunched
     assert node == 1
     assert SETTLE_SECONDS <= when - s.noted < SETTLE_SECONDS + 3 * TICK
@@ -169,12 +143,6 @@ def test_an_agent_that_dies_is_started_again_after_a_moment(s: Stage) -> None:
     (relaunched,) = s.names("agent_relaunched")
     assert (relaunched["node"], relaunched["name"]) == (1, "n1")
     assert relaunched["reason"].startswith("it ended: ")
-
-
-@pytest.mark.parametrize("code", [0, 1, -11, None, 143])
-def test_however_it_ended_while_the_run_goes_on(s: Stage, code: int | None) -> None:
-    s.run(3.0, lambda: s.agents.kill(1, code), 3.0, s.done)
-    assert [node for node, _ in s.agents.relaunched] == [1]
 
 
 def test_one_that_dies_again_and_again_is_given_up(s: Stage) -> None:
@@ -211,12 +179,6 @@ def test_one_that_would_end_the_same_way_is_given_up_at_once(
     assert result.outcome is Outcome.SUCCEEDED
 
 
-def test_fewer_than_min_left_closes_the_run(s: Stage) -> None:
-    result = s.run(3.0, lambda: s.agents.kill(1, 2), lambda: s.agents.kill(2, 2))
-    assert result.outcome is Outcome.TOO_FEW_NODES
-    assert result.retryable
-
-
 def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
     result = s.run(3.0, lambda: s.agents.kill_all(2))
     assert (result.outcome, result.retryable) == (Outcome.FAILED, False)
@@ -241,12 +203,6 @@ def test_where_no_agent_starts_only_refusals_would_come_again(
     result = s.run()
     assert (result.outcome, result.retryable, result.reason) == end
     assert result.seconds < (20 if code is None else module.ORPHANED_SECONDS / 2)
-
-
-def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(s: Stage) -> None:
-    s.agents.stubborn = True
-    s.run(3.0, s.sent(signal.SIGTERM), 1.0, lambda: s.agents.kill(1))
-    assert s.agents.relaunched == []
 
 
 def test_one_that_was_to_be_started_again_is_not_when_the_run_ends_meanwhile(s: Stage) -> None:
@@ -303,14 +259,6 @@ def test_a_repeated_sigterm_tells_nothing(s: Stage) -> None:
     assert s.since > 30
 
 
-def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(s: Stage) -> None:
-    result = s.run(3.0, s.sent(signal.SIGUSR2), 5.0, s.saved)
-    assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
-    assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
-    assert s.names("notice_given") == [], "the coordinator writes it"
-    assert "of 85 s" in result.reason, "of 120 seconds, 30 are the workers' grace, and 5 a reserve"
-
-
 def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(s: Stage) -> None:
     first, second, third = (
         s.sent(signal.SIGUSR2, SlurmAnswer(JobCondition.PREEMPTING, left)) for left in (60.0, 54.0, 120.0)
@@ -341,18 +289,6 @@ def test_a_second_notice_that_leaves_less_time_shortens_the_first(s: Stage, hear
     assert result.outcome is Outcome.PREEMPTED
     assert [told["seconds"] for told in s.names("signal_decided")] == [120.0, 20.0]
     assert s.supervisor._job_ends == pytest.approx(s.noted + 20, abs=1), "it would close the run itself, too"
-
-
-def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(s: Stage) -> None:
-    """Were it the end, the batch script would be told as well."""
-
-    def cancelled() -> None:
-        s.answer = SlurmAnswer(JobCondition.ENDED)
-        s.agents.of[1].participant.to_all.heard("SIGTERM on n1")
-
-    result = s.run(3.0, s.sent(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
-    assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
-    assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
 
 
 @pytest.mark.parametrize(
@@ -493,14 +429,6 @@ def test_an_end_that_no_log_could_take_is_known_all_the_same(s: Stage) -> None:
     result = s.run(5.0, lambda: s.agents.kill_all(143, detail="Terminated"))
     assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "SIGTERM on head (preemption)")
     assert s.agents.terminated, "and the agents heard of it by a signal"
-
-
-@pytest.mark.parametrize("outcome", [Outcome.PREEMPTED, Outcome.SUCCEEDED])
-def test_a_sigterm_after_a_notice_or_the_verdict_changes_nothing(s: Stage, outcome: Outcome) -> None:
-    s.agents.stubborn = True
-    before = (s.sent(signal.SIGUSR2), 3.0, s.saved) if outcome is Outcome.PREEMPTED else (s.done,)
-    result = s.run(3.0, *before, 3.0, s.sent(signal.SIGTERM))
-    assert (result.outcome, result.signal_number) == (outcome, None)
 
 
 # -- the store

@@ -8,12 +8,11 @@ import pickle
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.run.paths import RunPaths, StoredResult
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import environment
 from hpc_elastic.submission.call import (
     Call,
@@ -167,24 +166,6 @@ def make_round(run: RunPaths, attempt: int, number: int, ranks: int) -> RoundPla
     for rank in range(ranks):
         place.rank(rank).root.mkdir(parents=True)
     return place
-
-
-def end(run: RunPaths, attempt: int, **facts: Any) -> None:
-    given = {"outcome": "succeeded", "reason": "r", "exit_code": 0, "action": "end", "decision": "why", **facts}
-    StoredResult(**given).save(run.attempt(attempt).result_json)
-
-
-def test_the_end_is_that_of_the_newest_attempt(run: RunPaths) -> None:
-    assert environment.find_end(run) is None
-    make_round(run, 0, 0, 1)
-    end(run, 0, outcome="preempted", action="requeue", exit_code=75)
-    assert environment.find_end(run) is None, "it comes back"
-    make_round(run, 1, 0, 1)
-    assert environment.find_end(run) is None, "it runs"
-    end(run, 1, outcome="cancelled", exit_code=143)
-    found = environment.find_end(run)
-    assert found is not None
-    assert (environment.state_of(found), found.decision) == ("CANCELLED", "why")
 
 
 def test_results_are_those_of_the_last_round(run: RunPaths) -> None:

@@ -77,16 +77,6 @@ def test_the_files_have_the_first_word(job: ElasticJob[Any], slurm: Slurm) -> No
     assert job.state == "COMPLETED"
 
 
-def test_a_job_that_is_requeued_is_not_over(job: ElasticJob[Any], slurm: Slurm) -> None:
-    """What Slurm said a while ago is asked for anew before anything is concluded from it."""
-    attempt(job, 0, action="requeue")
-    slurm.last, slurm.now = "COMPLETED", "PENDING"
-    assert not job.done()
-    assert slurm.asked == 1
-    attempt(job, 1)
-    assert not job.done()
-
-
 def test_only_an_answer_confirms_that_it_is_over(job: ElasticJob[Any], slurm: Slurm) -> None:
     """A controller that does not answer leaves what it said before, such as at the moment of a requeue."""
     attempt(job, 0, action="requeue")
@@ -209,12 +199,6 @@ def test_what_slurm_ended_is_over_though_the_files_say_nothing(job: ElasticJob[A
     assert job.done()
     assert job.state == state
     assert "has no result: it ended as" in str(job.exception())
-
-
-def test_what_never_began_is_over_with_slurms_word(job: ElasticJob[Any], slurm: Slurm) -> None:
-    assert not job.done()
-    slurm.last = "CANCELLED"
-    assert job.done()
 
 
 def test_a_job_that_slurm_does_not_know_any_more(

@@ -14,7 +14,6 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import Submission
-from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import SubmissionRefusedError, UnknownJobError
@@ -50,11 +49,6 @@ def executor(folder: Path, **parameters: Any) -> ElasticExecutor:
     return found
 
 
-def test_a_job_is_found_by_its_id(slurm: FakeSlurm, tmp_path: Path) -> None:
-    job = executor(tmp_path, nodes=2).submit(operator.add, 1, 2)
-    assert index.find(job.job_id) == job.run_dir
-
-
 def test_a_job_on_another_cluster_is_asked_and_ended_there(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,16 +80,6 @@ def test_each_task_of_an_array_has_its_place(slurm: FakeSlurm, tmp_path: Path) -
     for task, job in enumerate(jobs):
         assert job.run_dir.name == f"task-{task}"
         assert job.submission().args == (task + 1,)
-
-
-def test_more_nodes_than_there_are_is_one_line_and_leaves_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        executor(tmp_path, nodes=5).submit(operator.add, 1, 2)
-    assert str(caught.value) == "nodes = 5: partition main has 4 nodes; the job would never start"
-    with pytest.raises(UsageError, match="nodes = 3: partition main has 4 nodes, 2 of them excluded"):
-        executor(tmp_path, nodes=3, exclude="n[1,3]").submit(operator.add, 1, 2)
-    assert list(tmp_path.glob("jobs/*")) == []
-    assert [call for call in slurm.calls if call[0] == "sbatch"] == []
 
 
 def test_what_slurm_refuses_leaves_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
