@@ -18,7 +18,6 @@ from hpc_elastic.rendezvous.coordination import Refusal
 from hpc_elastic.rendezvous.membership import NodeInfo
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.state import PreemptionStatus, RoundRecord, Status, new_uid
-from hpc_elastic.rendezvous.succession import claim_end
 from hpc_elastic.run.events import RunEvent
 from hpc_elastic.run.paths import Outcome
 from hpc_elastic.run.spec import RendezvousSettings
@@ -136,8 +135,6 @@ class Agents:
         self.ends: list[float] = []
         self.terminated: list[float] = []
         self.stubborn = False
-        self.silent = False
-        """The launcher never says that somebody has ended."""
         self.hears_all_ends = True
         self.unlaunched: dict[int, str] = {}
         self.messages: dict[int, str] = {}
@@ -193,8 +190,7 @@ class Agents:
             if not self.stubborn and record is not None and record.status is Status.CLOSED:
                 agent.participant.claims.deregister()
                 agent.step()
-                if not self.silent:
-                    self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
+                self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
         if world.clock.now >= self._until and (now := next(self._play, None)) is not None:
             if callable(now):
                 now()
@@ -306,10 +302,6 @@ class Stage:
         for agent in self.agents.of.values():
             agent.participant.claims.report_noted(record.round, PreemptionStatus(heeds=True, step=7, rate=1.0))
             agent.participant.claims.report_kept(record.round)
-
-    def claim_elsewhere(self) -> None:
-        """An agent on another node finishes the attempt."""
-        assert claim_end(self.world.store, "00001-n1-0000000000000001-0000")
 
     def launch_nothing(
         self, code: int | None = None, *, started: bool = True, detail: str = "", ends: bool = True
