@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import submitit
-from submitit.core import plugins
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.table import Parsed
@@ -138,12 +137,6 @@ def auto(tmp_path: Path) -> submitit.AutoExecutor:
 def parameters(auto: submitit.AutoExecutor) -> dict[str, Any]:
     found: dict[str, Any] = auto._executor.parameters
     return found
-
-
-def test_it_is_found_by_its_name(auto: submitit.AutoExecutor) -> None:
-    assert isinstance(auto._executor, ElasticExecutor)
-    assert ElasticExecutor.name() == "elastic"
-    assert "elastic" in plugins.get_job_environments()
 
 
 def test_its_presence_changes_nothing_for_other_clusters(tmp_path: Path) -> None:
