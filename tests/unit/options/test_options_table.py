@@ -61,13 +61,6 @@ def test_a_command_line(argv: list[str], values: dict[str, tuple[str, ...]], com
     assert parsed.command == tuple(command)
 
 
-def test_what_was_given_is_named_as_it_is_shown() -> None:
-    parsed = read("--nproc_per_node=2", "-m", "s")
-    assert parsed.source("nproc", "") == "--nproc-per-node"
-    assert (parsed.get("nproc"), parsed.get("nodes")) == ("2", None)
-    assert (parsed.flag("module"), parsed.flag("exclusive")) == (True, False)
-
-
 @pytest.mark.parametrize("word", ["-h", "--help", "--help-all", "--help_all"])
 def test_help_is_asked_for_before_the_script_only(word: str) -> None:
     with pytest.raises(HelpWanted) as wanted:
