@@ -192,13 +192,6 @@ def test_sbatchs_options_by_their_short_names() -> None:
     )  # fmt: skip
 
 
-def test_what_means_nothing_without_slurm() -> None:
-    parsed = read("-N2", "-p", "gpu", "--time=10", "-J", "n", "--max-restarts=1", "--follow")
-    assert job_options.only_for_slurm(parsed) == ["-p", "--time", "--follow"]
-    with pytest.raises(UsageError, match=r"-t 0:3: .*--tee 0:3"):
-        job_options.only_for_slurm(read("-t", "0:3"))
-
-
 def test_every_option_reaches_sbatch_by_its_name() -> None:
     assert sbatch_arguments(SbatchOptions(nodes="4")) == ["--nodes=4", *OURS]
     values = {
