@@ -24,7 +24,7 @@ from hpc_elastic.options.run_request import (
     working_directory,
 )
 from hpc_elastic.options.table import Option, Parsed, parse
-from hpc_elastic.options.worker_options import parse_notify, parse_setup
+from hpc_elastic.options.worker_options import parse_setup
 from hpc_elastic.run.log_pieces import PieceLimit
 from hpc_elastic.run.option_values import Check, GrowPolicy, MetricsTarget
 from hpc_elastic.run.spec import EntryKind, RendezvousSettings, RunSpec, load_run_spec, settings_from_conf
@@ -396,14 +396,6 @@ def test_a_setup_file_is_sourced_by_its_whole_path(tmp_path: Path, monkeypatch: 
     for text in ("env.sh", "./env", "/lustre/env.bash"):
         with pytest.raises(UsageError, match=re.escape(f"--setup {text}: there is no such file")):
             parse_setup(text, "--setup")
-
-
-def test_a_notice_goes_to_a_command_or_to_http() -> None:
-    for text in ("https://chat.example.org/x?y=z", "mail -s done me@example.org"):
-        assert parse_notify(text, "--notify") == text
-    for wrong in ("ftp://example.org/x", "http:///x"):
-        with pytest.raises(UsageError, match="http://"):
-            parse_notify(wrong, "--notify")
 
 
 def test_a_reader_sees_what_is_run_and_no_secret(here: Path) -> None:
