@@ -109,23 +109,6 @@ def test_the_command_lines_hint(typed: str, says: str) -> None:
     assert found == says if says in (f"--{name}" for name in NAMES) else says in found
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (
-            ["--standalone", "--rdzv-backend", "c10d", "--nproc-per-node", "2", "--node_rank=0"],
-            "--standalone, --rdzv-backend, --node-rank: not needed: nodes find each other through files in the run "
-            "directory; Slurm says which node is which; leave them out",
-        ),
-        (["--run-path"], "--run-path: not needed: a script always runs as __main__; leave it out"),
-        (["--local-addr", "n1", "--frobnicate"], "--local-addr: not needed: the address of each node is detected; "),
-        (["--standalone", "mine.py", "--node-rank"], "--standalone: not needed"),
-    ],
-)
-def test_torchruns_options_that_mean_nothing_here_are_refused_together(argv: list[str], says: str) -> None:
-    assert answer(*argv).startswith(says)
-
-
 @pytest.mark.parametrize("typed", MEANT)
 def test_a_hint_names_an_option_of_ours_and_is_given(typed: str) -> None:
     assert typed not in NAMES, "an option of ours needs no hint"
