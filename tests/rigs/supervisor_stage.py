@@ -135,6 +135,8 @@ class Agents:
         self.ends: list[float] = []
         self.terminated: list[float] = []
         self.stubborn = False
+        self.silent = False
+        """The launcher never says that somebody has ended."""
         self.hears_all_ends = True
         self.unlaunched: dict[int, str] = {}
         self.messages: dict[int, str] = {}
@@ -190,7 +192,8 @@ class Agents:
             if not self.stubborn and record is not None and record.status is Status.CLOSED:
                 agent.participant.claims.deregister()
                 agent.step()
-                self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
+                if not self.silent:
+                    self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
         if world.clock.now >= self._until and (now := next(self._play, None)) is not None:
             if callable(now):
                 now()

@@ -129,6 +129,20 @@ def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(s: 
     assert len(s.agents.ends) == 1
 
 
+@pytest.mark.parametrize("slurm_gives_up", [True, False])
+def test_a_node_that_crashes_as_the_run_ends_is_not_waited_for(s: Stage, slurm_gives_up: bool) -> None:
+    """It crashed while the workers saved; the others have ended, and srun waits for its task for ever."""
+    s.agents.silent = True
+
+    def crash_and_close() -> None:
+        s.agents.of[1].frozen = True
+        close_run(s.world.store, "unit", Outcome.PREEMPTED, "saved")
+
+    known = s.at(lambda: s.agents.give_up(1) if slurm_gives_up else None)
+    assert s.run(3.0, crash_and_close, 5.0, known).outcome is Outcome.PREEMPTED
+    assert s.since < (3 if slurm_gives_up else 8)
+
+
 # -- agents that end before the run does
 
 
