@@ -303,6 +303,26 @@ def test_a_tasks_follow_on_job_is_named_as_slurms_commands_want_it(waits_already
     assert len(world.submitted) == 1
 
 
+@pytest.mark.parametrize(
+    ("plan", "has", "words"),
+    [
+        (None, ["--exclude=n[2-3]"], ", without n[2-3]"),
+        (("n4",), ["--exclude=n4"], ", without n4"),
+        ((), [], ""),
+    ],
+)
+def test_a_follow_on_job_does_without_whom_its_job_does_without(
+    plan: tuple[str, ...] | None, has: list[str], words: str
+) -> None:
+    """The job's own list came with its submission, and does not stand in the script."""
+    world = World()
+    world.excluded = ("n2", "n3")
+    done = requeuer(world).carry_out(NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT, excluded=plan))
+    (submitted,) = world.submitted
+    assert [word for word in submitted if word.startswith("--exclude")] == has
+    assert done.summary == f"job 100 goes on when job 7 has ended{words}"
+
+
 def test_sbatchs_arguments() -> None:
     assert list(follow_on_arguments(JOB, NextAttempt())) == ["--dependency=afterany:7", "--begin=now"]
     plan = NextAttempt(delay=60.0, excluded=("n3", "n4"))
