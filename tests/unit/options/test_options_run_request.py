@@ -238,6 +238,14 @@ def test_kinds_and_names_of_entrypoints(here: Path, argv: list[str], kind: Entry
     assert (made.entrypoint.kind, made.entrypoint.target, made.name) == (kind, target, name)
 
 
+def test_arguments_go_to_the_worker_as_they_are(here: Path) -> None:
+    entry = spec(here, "train.py", "--lr", "a b").entrypoint
+    assert entry.args == ("--lr", "a b")
+    assert entry.argv() == [entry.python, "-u", "train.py", "--lr", "a b"]
+    assert os.path.isabs(entry.python)
+    assert spec(here, "--no-python", "./tool", "x").entrypoint.argv() == ["./tool", "x"]
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
