@@ -48,6 +48,10 @@ def test_the_address_that_peers_read_is_the_notifiers(tmp_path: Path, node: int)
     assert list(tmp_path.iterdir()) == [], "no file is touched before the thread runs"
 
 
+def test_nodes_beyond_max_are_spares(tmp_path: Path) -> None:
+    assert [meet(tmp_path, node).info.spare for node in (OBSERVER_NODE, 0, 1)] == [False, False, True]
+
+
 class Refusing(MemoryStore):
     """Its listings fail so many times, or show nothing; or it is full."""
 

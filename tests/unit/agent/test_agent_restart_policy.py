@@ -249,6 +249,12 @@ def failed(
     )
 
 
+def test_one_failure_is_told_by_rank_and_first_line() -> None:
+    assert sum_up([failed(5, 1)], node=2, seconds=7.5) == NodeFailure(
+        node=2, message="rank 5: failure of 5", fingerprint="F5", failure_class="root", retryable=True, seconds=7.5
+    )
+
+
 @pytest.mark.parametrize(
     ("failures", "rank"),
     [
