@@ -12,6 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -148,15 +149,13 @@ def sweep(base: Path, prefix: str) -> None:
 
 def _remove(path: Path) -> None:
     """`shutil` brings half a megabyte of decompressors along."""
-    try:
+    with suppress(OSError):
         for entry in os.scandir(path):
             if entry.is_dir(follow_symlinks=False):
                 _remove(Path(entry.path))
             else:
                 os.unlink(entry.path)
         os.rmdir(path)
-    except OSError:
-        pass
 
 
 def is_seen_by(pids: Iterable[int], path: str) -> bool:
@@ -279,10 +278,8 @@ class RoundBeats:
 
     def remove(self) -> None:
         for path in filter(None, (*self.paths, self._lease)):
-            try:
+            with suppress(OSError):
                 os.unlink(path)
-            except OSError:
-                pass
 
     def _read(self, before: RankBeat, path: str, now: float) -> RankBeat:
         if not path:

@@ -81,26 +81,30 @@ _REASONS = {
 Address = tuple[str, int]
 
 
-class _Said(Struct, kw_only=True, omit_defaults=True):
-    u: str
-    """The sender's uid."""
-    k: Literal["ring", "beat"]
-    c: int
-    """A counter that only grows."""
-    to: str
+_SHORT = {"uid": "u", "kind": "k", "count": "c", "port": "p", "about": "a", "forward": "f", "hears": "h"}
+_SHORT |= {"refused": "r", "sent_ns": "t", "ahead_ns": "b"}
+
+
+class _Said(Struct, kw_only=True, omit_defaults=True, rename=_SHORT):
+    uid: str
+    """The sender's."""
+    kind: Literal["ring", "beat"]
+    count: int = 0
+    """It only grows."""
+    to: str = ""
     """The address that it was sent to, and the port: so the receiver learns by which others reach it."""
-    p: int
-    a: str = ""
+    port: int = 0
+    about: str = ""
     """The key that was written; of a beat, the newest record's."""
-    f: bytes = b""
+    forward: bytes = b""
     """The addresses to notify in turn, of 6 bytes each."""
-    h: bool = False
+    hears: bool = False
     """The sender hears the receiver."""
-    r: bool = False
+    refused: bool = False
     """The filesystem refuses the sender."""
-    t: int | None = None
+    sent_ns: int | None = None
     """The sender's clock, and by how much it may be ahead of the receiver's."""
-    b: int | None = None
+    ahead_ns: int | None = None
 
 
 _encode, _decode = Encoder().encode, Decoder(_Said).decode
@@ -168,7 +172,7 @@ class Notifier:
         packed = b"".join(socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in forward[:MOST_FORWARDED])
         about = about if len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else ""
         for address in addresses:
-            self._send(_Said(u=self._uid, k="ring", c=0, to="", p=0, a=about, f=packed), address)
+            self._send(_Said(uid=self._uid, kind="ring", about=about, forward=packed), address)
 
     def beat(
         self, addresses: Iterable[Address], about: str = "", *, hears: bool = False, refused: bool = False
@@ -178,17 +182,17 @@ class Notifier:
         `about` is the key of the newest record; `hears`: it hears them; `refused`: the filesystem refuses it.
         """
         for address in addresses:
-            self._send(_Said(u=self._uid, k="beat", c=0, to="", p=0, a=about, h=hears, r=refused), address)
+            self._send(_Said(uid=self._uid, kind="beat", about=about, hears=hears, refused=refused), address)
 
     def _send(self, said: _Said, address: Address) -> None:
         with self._lock:
             self._count += 1
-            said.c = self._count
-        said.to, said.p = address
-        if not said.f:  # with addresses there is no room
-            said.t = uptime_ns(self._clock)
+            said.count = self._count
+        said.to, said.port = address
+        if not said.forward:  # with addresses there is no room
+            said.sent_ns = uptime_ns(self._clock)
             known = self._clocks.get(self._senders.get(address, ""))
-            said.b = known.bound_to_send(said.t) if known is not None else None
+            said.ahead_ns = known.bound_to_send(said.sent_ns) if known is not None else None
         body = _encode(said)
         try:
             socket.inet_pton(socket.AF_INET, said.to)  # a name would be looked up, which blocks
@@ -237,21 +241,21 @@ class Notifier:
                     self._muted_until = self._period_end
                     break
                 continue
-            found.alive.add(accepted.u)
-            if accepted.t is not None:
-                clock = self._clocks.setdefault(accepted.u, PeerClock())
-                clock.received(sent_ns=accepted.t, received_ns=uptime_ns(self._clock), told_ns=accepted.b)
-                self._senders[sender_address] = accepted.u
-            if accepted.a:
-                (found.about if accepted.k == "ring" else found.newest).add(accepted.a)
-            if accepted.k == "ring":
+            found.alive.add(accepted.uid)
+            if accepted.sent_ns is not None:
+                clock = self._clocks.setdefault(accepted.uid, PeerClock())
+                clock.received(sent_ns=accepted.sent_ns, received_ns=uptime_ns(self._clock), told_ns=accepted.ahead_ns)
+                self._senders[sender_address] = accepted.uid
+            if accepted.about:
+                (found.about if accepted.kind == "ring" else found.newest).add(accepted.about)
+            if accepted.kind == "ring":
                 found.notified = True
-                parts = [accepted.f[at : at + 6] for at in range(0, len(accepted.f) - 5, 6)]
+                parts = [accepted.forward[at : at + 6] for at in range(0, len(accepted.forward) - 5, 6)]
                 to = [(socket.inet_ntoa(part[:4]), int.from_bytes(part[4:], "big")) for part in parts]
-                self.notify(to, accepted.a)
+                self.notify(to, accepted.about)
             else:
-                found.hears[accepted.u] = accepted.h
-                (found.refused.add if accepted.r else found.refused.discard)(accepted.u)
+                found.hears[accepted.uid] = accepted.hears
+                (found.refused.add if accepted.refused else found.refused.discard)(accepted.uid)
         return found
 
     def _accept(self, data: bytes) -> _Said | str:
@@ -265,12 +269,12 @@ class Notifier:
             said = _decode(body)
         except (MsgspecError, RecursionError):
             return "garbled"
-        if said.p != self.port:
+        if said.port != self.port:
             return "misdirected"
         # Each kind has its own newest: a notification that a beat overtook must still notify.
-        if said.c <= self._newest.get((said.u, said.k), 0):
+        if said.count <= self._newest.get((said.uid, said.kind), 0):
             return "repeated"  # an honest one that was overtaken by its like is no loss
-        self._newest[said.u, said.k] = said.c
+        self._newest[said.uid, said.kind] = said.count
         self.reached.setdefault(said.to)
         return said
 
