@@ -179,6 +179,15 @@ def test_what_the_worker_wrote_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "error.original.json").read_text() == '{"err": "x"}', "a foreign file is kept beside"
 
 
+def test_a_file_that_no_agent_completed(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": TRACE}}}))
+    failure = read_failure(path, facts=facts())
+    assert failure is not None
+    assert (failure.message, failure.host, failure.global_rank) == ("ValueError: x", "n3", 5)
+    assert read_failure(tmp_path / "none.json", facts=facts()) is None
+
+
 def test_a_failure_of_another_version_is_read_as_far_as_it_goes() -> None:
     value = {
         "version": 99,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.base.text import clean_text, cut_middle
-from hpc_elastic.failures.explanation import find_fatal_error
+from hpc_elastic.failures.explanation import find_cpp_terminate, find_fatal_error
 from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, Frame
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from tests.rigs.described import traceback_in
@@ -16,6 +16,12 @@ Traceback (most recent call last):
   File "/home/ann/train.py", line 5, in main
     raise ValueError("bad batch 17")
 ValueError: bad batch 17
+"""
+SYNTAX = """\
+  File "/home/ann/bad.py", line 1
+    def f(:
+          ^
+SyntaxError: invalid syntax
 """
 GROUP = """\
   + Exception Group Traceback (most recent call last):
@@ -79,6 +85,12 @@ def test_another_threads_exception_is_taken_where_there_is_no_better_one() -> No
     assert traceback_in(PLAIN + thread).message == "bad batch 17"
 
 
+def test_a_syntax_error_has_no_header() -> None:
+    found = traceback_in("warming up\n" + SYNTAX)
+    assert (found.exception_type, found.message) == ("SyntaxError", "invalid syntax")
+    assert found.text == SYNTAX.rstrip("\n")
+
+
 def test_text_without_a_traceback() -> None:
     for text in (
         *("", "\n\n", "Traceback (most recent call last):", PLAIN[:60], "SyntaxError: invalid syntax\n"),
@@ -113,6 +125,18 @@ def test_a_fatal_error_gives_the_current_threads_stack() -> None:
     whole = find_fatal_error(again.replace("  ...\n", ""))
     assert whole is not None
     assert whole.message == found.message
+
+
+def test_a_cpp_termination() -> None:
+    found = find_cpp_terminate(
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 6] gone\nframe #0\n"
+    )
+    assert found is not None
+    assert (found.exception_type, found.message) == ("c10::DistBackendError", "[Rank 6] gone")
+    bare = find_cpp_terminate("terminate called without an active exception\n")
+    assert bare is not None
+    assert (bare.exception_type, bare.message) == ("", "terminate called without an active exception")
+    assert find_cpp_terminate(PLAIN) is None
 
 
 def test_texts_are_cleaned_and_cut_in_the_middle() -> None:

@@ -40,6 +40,16 @@ def test_by_path_and_by_what_lies_in_it(tmp_path: Path, env: dict[str, str], mon
         assert find(text, env=env) == run
 
 
+def test_by_run_id_or_its_beginning(tmp_path: Path, env: dict[str, str]) -> None:
+    runs = tmp_path / "elsewhere"
+    make_run(runs / "run-a"), make_run(runs / "run-b")
+    first, second = make_run(runs / "20261121-a"), make_run(runs / "20261122-b")
+    assert find("20261121-a", runs, env=env) == first
+    assert find("20261122-", runs, env=env) == second
+    with pytest.raises(UsageError, match="run- begins 2 runs"):
+        find("run-", runs, env=env)
+
+
 def test_by_job_id_the_newest_wins(tmp_path: Path, env: dict[str, str]) -> None:
     old, new = make_run(tmp_path / "old"), make_run(tmp_path / "new")
     remember(env, old, when=5)
