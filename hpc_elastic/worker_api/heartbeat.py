@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from hpc_elastic.worker_api import records as page
-from hpc_elastic.worker_api.lease import await_lease
+from hpc_elastic.worker_api.lease import await_lease, open_page
 from hpc_elastic.worker_api.records import ASKS, HAS_NOTICE, IS_COUNTED, LAST_STEP, LEASE, SPENT, put_record
 
 JOURNAL_VARIABLE = "HPC_ELASTIC_JOURNAL"
@@ -385,7 +385,7 @@ class _Reporter:
         import fcntl
         import mmap
 
-        fd = _open_page(path, os.O_RDWR)
+        fd = open_page(path, os.O_RDWR)
         try:
             try:
                 # Of this process, not of its children; the kernel takes it back when this process ends.
@@ -401,7 +401,7 @@ class _Reporter:
             if fd >= 0:
                 os.close(fd)
         self._pid = os.getpid()
-        fd = _open_page(page.lease_beside(path), os.O_RDONLY)
+        fd = open_page(page.lease_beside(path), os.O_RDONLY)
         self._lease = memoryview(mmap.mmap(fd, page.FILE_BYTES, access=mmap.ACCESS_READ)).cast("q")
         os.close(fd)
         self._words = memoryview(mapped).cast("q")
@@ -409,17 +409,6 @@ class _Reporter:
         if os.environ.get(JOURNAL_VARIABLE):
             self.journal = Journal()
         return True
-
-
-def _open_page(path: str, mode: int) -> int:
-    fd = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    info = os.fstat(fd)
-    # Another user who owns it could cut it off, and SIGBUS would kill this process.
-    is_ours = info.st_uid == os.geteuid() and info.st_size == page.FILE_BYTES
-    if not is_ours or os.pread(fd, len(page.MAGIC), 0) != page.MAGIC:
-        os.close(fd)
-        raise ValueError("not a heartbeat's file of ours")
-    return fd
 
 
 def _is_helper_process() -> bool:

@@ -1,8 +1,8 @@
 """``hpc_elastic.commit``, and the wait for a lease that is old: no node that thaws writes over a newer checkpoint.
 
-The node's agent writes into a file until when its workers may take their round for the current one. A worker
-whose lease is old (its node was frozen, or its agent stood still) waits in each call of this package until the agent
-has read the run's record again. Where the round is over, the agent kills it there.
+The node's agent keeps a lease for its workers: a file with the time until which their round counts as the current one.
+A worker whose lease is old (its node was frozen, or its agent stood still) waits in each call of this package until the
+agent has read the run's record again. Where the round is over, the agent kills it there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from time import CLOCK_BOOTTIME, clock_gettime_ns
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.worker_api.records import LEASE, QUESTIONS, VARIABLE, lease_beside
+from hpc_elastic.worker_api.records import FILE_BYTES, LEASE, MAGIC, QUESTIONS, VARIABLE, lease_beside
 
 ASK_SECONDS = 1.0
 GONE_SECONDS = 10.0
@@ -58,6 +58,18 @@ def _ask_agent() -> bool:
     except OSError as error:
         return error.errno not in (errno.ENOENT, errno.ENXIO, errno.EPIPE)
     return True
+
+
+def open_page(path: str, mode: int) -> int:
+    """Open a file that the agent made for its workers. Raises OSError; ValueError: it is not one."""
+    fd = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    info = os.fstat(fd)
+    # Another user who owns it could cut it off, and SIGBUS would kill this process.
+    is_ours = info.st_uid == os.geteuid() and info.st_size == FILE_BYTES
+    if not is_ours or os.pread(fd, len(MAGIC), 0) != MAGIC:
+        os.close(fd)
+        raise ValueError("not a heartbeat's file of ours")
+    return fd
 
 
 def commit(temporary: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
@@ -105,8 +117,8 @@ def _sync(path: str) -> None:
 
 def _await_look(page: str, what: str) -> None:
     try:
-        fd = os.open(lease_beside(page), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
+        fd = open_page(lease_beside(page), os.O_RDONLY)
+    except (OSError, ValueError) as error:
         sys.stderr.write(f"hpc_elastic: {what}: the agent can't be asked whether the round is over: {error}\n")
         return
     asked_ns = clock_gettime_ns(CLOCK_BOOTTIME)

@@ -102,7 +102,7 @@ def test_an_agent_asks_to_join_before_it_imports_what_describes_failures() -> No
 
 
 def test_an_agent_starts_without_what_it_may_never_need() -> None:
-    """OpenSSL alone is 4 MB: `digests` and `os.urandom` do as well."""
+    """OpenSSL alone is 4 MB: `base.codec` and `os.urandom` do as well."""
     loaded = after(AGENT)
     assert "hpc_elastic.agent.node_agent" in loaded
     assert not loaded & (HEAVY | DEAR_TO_AGENTS)
